@@ -32,6 +32,8 @@ from fewkeys.demo import TEXT, model_folder
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "embed.json"
+REST = Path(__file__).parent / "opticks.txt"
+"""The text that goes on where the demo's ends."""
 LEAST, POSITIONS, CHUNK = 500, 8192, 256
 EXACT = """
 import sys
@@ -150,10 +152,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--most", type=int, default=8000, help="tokens of the longest text")
     parser.add_argument("--slots", type=int, help="default: that of fewkeys embed")
-    parser.add_argument("--text", type=Path, default=TEXT, help="where the texts are taken from")
+    parser.add_argument("--text", type=Path, nargs="+", default=[TEXT, REST], help="where the texts are taken from")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    text = options.text.read_text(encoding="utf-8")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in options.text)
     with tempfile.TemporaryDirectory() as folder:
         measurements = measured(Path(folder), options.model, text, options.texts, options.most, options.slots)
     result = json.loads(options.out.read_text()) if options.out.is_file() else {}

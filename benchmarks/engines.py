@@ -193,7 +193,6 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         columns=len(names),
         size=(3.7, 3.4),
         names=1.9,
-        titled=True,
     )
     for axes, name in zip(panels, names, strict=True):
         single = [row for row in rows if (row["model"], row["batch"]) == (name, 1)]

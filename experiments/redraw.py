@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def main() -> None:
     """Draw all."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/bench.json")):
         data = read(path)
-        rows = [Timing(**row) for row in data["rows"]]
+        rows = [Timing(**{name.name: row[name.name] for name in fields(Timing)}) for row in data["rows"]]
         title = headline(data["settings"], max(row.heads for row in rows))
         if len({row.length for row in rows}) > 1:
             save_time(rows, path.with_name("time.png"), title=title)

@@ -14,7 +14,7 @@ import fewkeys.distributed as fkd
 from distributed_worker import TIMEOUT, problem, split, start
 
 MEANS = fk.Plan(fk.Outliers(4, 6, cohorts=2) | fk.Window(5), fk.ClusterMeans(6, cohorts=2))
-PAST = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(4))
+SCAN = fk.Plan(fk.KeyScan(5), fk.BlockMeans(2))
 
 
 def attend(plan, is_causal=False):
@@ -29,7 +29,7 @@ CALLS = {
     "set": lambda q, k, v, group: fkd.universal_set(k, 0.1, group=group),
     "lists": attend(fk.Plan(fk.select.Leverage(5))),
     "means": attend(MEANS),
-    "past": attend(PAST, is_causal=True),
+    "scan": attend(SCAN, is_causal=True),
 }
 OTHERS = {
     "another plan": lambda q, k, v, group: attend(fk.Plan(fk.select.Leverage(6)))(q, k, v, group),

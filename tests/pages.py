@@ -7,8 +7,7 @@ import torch
 import fewkeys as fk
 from captures import captured
 from fewkeys.integrations.compare import compare
-from fewkeys.judge.row import WholeTime
-from fewkeys.judge.sample import QUERIES, Sample, take
+from fewkeys.judge.result import Sample, WholeTime
 
 TOP, WINDOW, BUDGET = "top-k per query (oracle)", "window", "fewkeys budget"
 PLANS = {
@@ -23,30 +22,23 @@ TOKENS = ["[CLS]", "</script>", "##ing", *(f"word{i}" for i in range(37))]
 
 
 def small(timed=False):
-    """A report of 2 layers of 4 heads, and its sample; `timed`: with times of whole models."""
-    capture = captured(batches=1, size=1)
-    report = compare(capture, PLANS)
-    if timed:
-        times = [WholeTime(BUDGET, slots, n, 3, ms, EXACT[n]) for (slots, n), ms in TIMES.items()]
-        report = replace(report, whole_times=times)
-    plans = {name: plan for rows in PLANS.values() for name, plan in rows.items()}
-    return report, take(
-        capture, [PLANS.get(row.budget, {}).get(row.name, plans[row.name]) for row in report.rows], tokens=TOKENS
-    )
+    """A report of 2 layers of 4 heads; `timed`: with times of whole models."""
+    report = compare(captured(batches=1, size=1), PLANS)
+    report = replace(report, sample=replace(report.sample, tokens=TOKENS))
+    times = [WholeTime(BUDGET, slots, n, 3, ms, EXACT[n]) for (slots, n), ms in TIMES.items()]
+    return replace(report, whole_times=times) if timed else report
 
 
-def large(report, layers=12, heads=12, length=512, rows=45):
+def large(report, layers=12, heads=12, length=512, rows=45, queries=4, keys=16):
     """As much as 12 layers of 12 heads may have, of numbers that no packing makes smaller."""
     draw = torch.Generator().manual_seed(0)
-    many = [replace(row, name=f"{row.name} {i // len(report.rows)}") for i, row in enumerate(report.rows * rows)][:rows]
-    many = [replace(row, per_head={"error": torch.rand(layers, heads, generator=draw).tolist()}) for row in many]
-    shape = (layers, heads, QUERIES)
-    tensors = {"exact": torch.randint(0, 99, (*shape, length), generator=draw, dtype=torch.int16)}
-    for i in range(rows):
-        bits = torch.randint(0, 255, (*shape, length // 8), generator=draw, dtype=torch.uint8)
-        tensors |= {f"{i}.kept": bits, f"{i}.error": torch.rand(shape, generator=draw)}
-        if i % 5 == 0:
-            tensors[f"{i}.weight"] = torch.randint(0, 999, (*shape, 52), generator=draw, dtype=torch.int16)
-            tensors[f"{i}.label"] = torch.randint(-1, 52, (*shape[:2], length), generator=draw, dtype=torch.int16)
-    sample = Sample(tuple(f"token{i}" for i in range(length)), tuple(range(0, length, length // QUERIES)), tensors)
-    return replace(report, layers=layers, query_heads=heads, rows=many), sample
+    shape = (layers, heads, queries, keys)
+    kept = [["01" * (queries * keys // 2)] * heads] * layers
+    errors = torch.rand(rows, layers, heads, generator=draw).tolist()
+    many = [report.rows[i % len(report.rows)] for i in range(rows)]
+    many = [
+        replace(row, name=f"{row.name} {i}", per_head={"error": errors[i]}, kept=kept) for i, row in enumerate(many)
+    ]
+    places = torch.randint(0, length, shape, generator=draw).tolist()
+    sample = Sample([9, 99, 199, 399], places, torch.rand(shape, generator=draw).tolist(), ["word"] * length)
+    return replace(report, layers=layers, query_heads=heads, rows=many, sample=sample)

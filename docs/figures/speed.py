@@ -70,19 +70,6 @@ def _decode(field: str, digits: int, unit: float = 1.0) -> Callable[[], str]:
     return lambda: f"{median(row[field] for row in rows) / unit:.{digits}f}"
 
 
-def _sharded(name: str, rows: str) -> str:
-    return table(
-        ["ranks", "tokens", "ring, bytes", "fewkeys, bytes", "ring, s", "fewkeys, s"],
-        [
-            [
-                *(f"{row[column]:,.0f}" for column in ("ranks", "tokens", "ring_bytes", "fewkeys_bytes")),
-                *(f"{row[column]:.3g}" for column in ("ring_seconds", "fewkeys_seconds")),
-            ]
-            for row in read(f"benchmarks/results/{name}")[rows]
-        ],
-    )
-
-
 def _campaign() -> str:
     parts = read("benchmarks/results/campaign.json").items()
     rows = [[name, part["promise"], f"{part['tried']:,}", len(part["failed"])] for name, part in parts]
@@ -152,10 +139,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bench.avx2": _avx2,
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
-    "decode.ms": _decode("milliseconds", 1),
     "decode.megabytes": _decode("bytes", 1, 1e6),
-    "sharded.measured": lambda: _sharded("sharded.json", "rows"),
-    "sharded.modelled": lambda: _sharded("sharded_model.json", "predictions"),
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,

@@ -120,7 +120,7 @@ def _flat(layers: Sequence[Sequence[float]]) -> list[float]:
 def save_figure(cells: Cells, path: Path) -> None:
     """Perplexity and retrieval over the length, for the most slots of each; keys that heads need, by layer."""
     figure, (text, recall, heads) = sheet(
-        "A real decoder with few slots", _about(cells), columns=3, size=(4.0, 3.6), names=1.75, titled=True
+        "A real decoder with few slots", _about(cells), columns=3, size=(4.0, 3.6), names=1.75
     )
     _lines(text, _of(cells, "perplexity"), _mean_ratio, (1.0, 1.2, 1.5, 2.0, 3.0))
     say(text, "tokens", "over exact attention's", "Perplexity")

@@ -95,7 +95,7 @@ def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     subtitle = "queries of all heads; the rule of each panel was chosen on the other models"
     figure, panels = sheet(
         "Error of attention with few keys, on encoders", subtitle, columns=2, rows=-(-len(models) // 2),
-        size=(4.4, 3.4), names=2.4, titled=True,
+        size=(4.4, 3.4), names=2.4,
     )  # fmt: skip
     for axes, model in zip(panels, models, strict=False):
         every = {name: sorted(points.items()) for name, points in lines(data, model).items()}

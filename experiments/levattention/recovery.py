@@ -131,7 +131,7 @@ def draw_all(report, path):
     figure, panels = sheet(
         "Which keys leverage recovers",
         f"mean of {report['seeds']} seeds; planted: 16 keys kept; 4,096 irrelevant ones, unless swept",
-        rows=2, columns=2, size=(4.3, 2.6), names=1.6, titled=True,
+        rows=2, columns=2, size=(4.3, 2.6), names=1.6,
     )  # fmt: skip
     sweeps = {
         "noise": "noise of the queries",

@@ -128,7 +128,7 @@ def figure(table: dict[str, Any], path: Path) -> None:
     """Accuracy at inference only, captured mass, and accuracy when trained: each against k."""
     page, panels = sheet(
         f"Vision transformers with few keys: {table['data']}", _title(table), columns=3 if table["trained"] else 2,
-        size=(3.7, 3.1), names=1.75, titled=True,
+        size=(3.7, 3.1), names=1.75,
     )  # fmt: skip
     full = 100 * table["softmax"]["mean"]
     for axes in panels[:2]:

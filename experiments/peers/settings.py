@@ -64,7 +64,7 @@ def _minilm(text: Path | None, sequences: int, length: int | None) -> Problem:
     tokens = batches([read_text(text or demo.TEXT)], tokenizer, sequences=sequences, length=512)
     capture = fk.capture(model, [{"input_ids": ids} for ids in tokens])
     if length is not None:
-        draw = captured_inputs(capture, dtype=torch.float32, device=torch.device("cpu"))
+        draw = captured_inputs(capture, dtype=torch.float32)
         return Problem(*draw(length, 4))
     calls = [next(iter(capture.calls(layer))) for layer in range(capture.layers)]
     query, key, value = (torch.cat([getattr(call, part) for call in calls]) for part in ("query", "key", "value"))

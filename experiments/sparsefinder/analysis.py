@@ -136,7 +136,7 @@ def draw_graphs(graphs: dict[str, Any], path: Path) -> None:
     figure, every = sheet(
         "Gold, predicted and remaining edges of one head",
         "rows: queries; dark: gold edges found, orange: gold edges missed, light: others",
-        columns=len(masks), size=(0.3 * len(keys), 0.3 * len(queries)), names=0.3, titled=True,
+        columns=len(masks), size=(0.3 * len(keys), 0.3 * len(queries)), names=0.3,
     )  # fmt: skip
     gold = torch.tensor(masks["gold"], dtype=torch.bool)
     # 0 no edge, 1 an edge that is not gold, 2 a gold edge, 3 a gold edge that is missing.
@@ -168,7 +168,6 @@ def draw_clusters(found: list[Occupancy], path: Path) -> None:
         columns=heads,
         size=(2.7, 3.1),
         names=0.1,
-        titled=True,
     )
     clusters = sorted({one.cluster for one in found})
     for head, axes in enumerate(every):

@@ -128,7 +128,7 @@ def save_figure(results: Mapping[str, Any], path: Path) -> None:
     rows = -(-(len(parts) + len(sides) + 1) // COLUMNS)
     figure, panels = sheet(
         "How many pairs may go, and what is lost", "recall of gold edges, then the score of the model with attention "
-        "replaced; the upper right is better", columns=COLUMNS, rows=rows, size=(4.3, 3.5), names=0.15, titled=True,
+        "replaced; the upper right is better", columns=COLUMNS, rows=rows, size=(4.3, 3.5), names=0.15,
     )  # fmt: skip
     for own, (part, points_of) in zip(panels, parts.items(), strict=False):
         points = [Point(**row) for row in points_of]

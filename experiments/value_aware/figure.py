@@ -37,7 +37,7 @@ def save_figure(results: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     figure, panels = sheet(
         "What few keys cost, by the kernel of attention",
         "oblivious, aware: oracles that choose by weights alone, and by weights and values; dotted: exact attention",
-        columns=len(kernels), rows=2 * len(models), size=(3.5, 2.3), names=1.5, titled=True,
+        columns=len(kernels), rows=2 * len(models), size=(3.5, 2.3), names=1.5,
     )  # fmt: skip
     for fact in facts:
         place = 2 * models.index(fact["model"]) * len(kernels) + kernels.index(fact["kernel"])

@@ -25,12 +25,14 @@ from fewkeys.core.files import write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.demo import NAME, model_folder
-from fewkeys.guard.interval import Estimates, estimates, pool
-from fewkeys.guard.sample import Spread, draw, uniform
+from fewkeys.guard.interval import pool
+from fewkeys.guard.sample import Estimates, draw, uniform
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 from fewkeys.judge.spot_check import check_tensors
 
+POPULATIONS = ("count", "drawn", "heads", "mean", "variance", "third")
+"""The tensors of `Estimates` that have an entry for each population."""
 CONFIDENCE = 0.95
 BLOCK = 100
 """Trials in one run of the acceptance rule "at least 93 of 100"."""
@@ -109,20 +111,18 @@ def prove(call, plan: fk.Plan, is_causal: bool, errors: Tensor, queries: int) ->
     options = {"queries": queries, "scale": scale, "is_causal": is_causal}
     real = check_tensors(query, key, value, plan, **options, generator=torch.Generator().manual_seed(7))
     places = uniform((*errors.shape[:2], queries), torch.Generator().manual_seed(7), errors.device)
-    known = trials(errors, places)
-    read_off = pool([estimates(*known)], CONFIDENCE)
+    read_off = pool([trials(errors, places)], CONFIDENCE)
     torch.testing.assert_close(
         torch.tensor(read_off), torch.tensor([real.error, real.low, real.high]), rtol=1e-3, atol=0
     )
 
 
-def trials(errors: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Spread]:
-    """Count (B,), mean (B, H) and spread of samples at `places` (B, H, m) of errors (B, H, queries)."""
+def trials(errors: Tensor, places: Tensor) -> Estimates:
+    """The estimates of samples at `places` (B, H, m) of errors (B, H, queries)."""
     size = (*errors.shape, 1)
     nothing = torch.zeros(1, 1, 1, 1).expand(size)
     sample = draw(Inputs(nothing, nothing, nothing, 1.0), places)
-    drawn = errors.gather(-1, sample.index)
-    return sample.count, sample.mean(drawn), sample.spread(drawn)
+    return sample.estimates(errors.gather(-1, sample.index))
 
 
 def judge(errors: Tensor, size: int, options: argparse.Namespace) -> dict[str, float | int]:
@@ -134,10 +134,10 @@ def judge(errors: Tensor, size: int, options: argparse.Namespace) -> dict[str, f
     above, width, plain = torch.zeros(len(truth), count), torch.zeros(len(truth), count), torch.zeros(len(truth), count)
     for i, rows in enumerate(errors.split(size)):
         places = torch.rand(count, size, queries, generator=generator, dtype=torch.float64)
-        _, mean, spread = trials(rows.expand(count, -1, -1), places)
-        weights = torch.ones(size, dtype=torch.float64)
+        every = trials(rows.expand(count, -1, -1), places)
+        parts = {name: getattr(every, name).split(size) for name in POPULATIONS}
         for t in range(count):
-            one = Estimates(weights, mean[t], spread.variance[t], spread.third[t], spread.freedom)
+            one = Estimates(**{name: part[t] for name, part in parts.items()}, freedom=every.freedom)
             _, low, high = pool([one], CONFIDENCE)
             held[i, t] = low <= truth[i] <= high
             above[i, t] = high < truth[i]

@@ -202,8 +202,8 @@ def budget(
     """The recommended plan for `slots` key slots per query.
 
     `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
-    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
-    shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
+    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow.
+    Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
     each query. The window has at most 1.5 times the root of the slots, the first-order term an eighth of the slots (one

@@ -35,7 +35,6 @@ EXACT = Law("01_full_budget_is_exact", "every_executor and native")
 ENTMAX = Law("01_full_budget_is_exact", "entmax_is_the_definition")
 EMPTY = Law("01_full_budget_is_exact", "see_nothing")
 AGREE = Law("02_impls_agree", "executors_agree_on_the_same_problem")
-PREPARED_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare")
 PREPARED = Law("02_impls_agree", "what_kernels_prepare_is")
 ODD = Law("02_impls_agree", "odd_dimensions")
 ROUNDED = Law("02_impls_agree", "rounding")
@@ -298,34 +297,6 @@ BREAKAGES = (
         "part.requires_grad}",
         'part.requires_grad and "." not in name}',
         (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients of the past: means pass all on",
-        "past/gradient.py",
-        "moved * coefficient[:, :, step].unsqueeze(-1)",
-        "moved * (coefficient[:, :, step].unsqueeze(-1) > 0)",
-        (PREPARED_GRADIENTS,),
-    ),
-    Breakage(
-        "past: keys of the next step are absorbed",
-        "native/scan.h",
-        "inflow.make(step - 1, now);",
-        "inflow.make(std::min(step, p.steps - 1), now);",
-        (CAUSAL, ONCE),
-    ),
-    Breakage(
-        "past: merged means weigh both alike",
-        "native/merge.h",
-        "coefficient[place] = std::exp(mass[place] - mass[leader]);",
-        "coefficient[place] = 1.0f;",
-        (ONCE, PREPARED),
-    ),
-    Breakage(
-        "past: merged means keep the mass of one",
-        "native/merge.h",
-        "log_mass[slot[i]] += std::log(total[i]);",
-        "",
-        (ONCE, PREPARED),
     ),
     Breakage(
         "clusters: sums of values are not weighted",

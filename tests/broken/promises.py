@@ -15,7 +15,7 @@ PROMISES = (
         "memory/constant.py",
         "memory = self.changed(_double) if is_large and not self._is_double else self",
         "memory = self",
-        (Law("parts/test_large_streams", "finite and running"), Law("parts/test_large_streams", "merged")),
+        (Law("parts/test_large_streams", "finite and running"),),
     ),
     Breakage(
         "large streams: scans keep the units of their tokens",
@@ -114,13 +114,6 @@ PROMISES = (
         "inner if derived and from_names else",
         "inner if derived else",
         (Law("integrations/test_cache", "repeated_and_selected or taken_back"),),
-    ),
-    Breakage(
-        "in any order or refused: steps back remain after a merge",
-        "memory/constant.py",
-        "state=after, before=())",
-        "state=after)",
-        (Law("parts/test_streams", "merge_ends"),),
     ),
     Breakage(
         "in any order or refused: padding after the end is counted off",

@@ -127,9 +127,8 @@ def _every_call(folder):
 
 def _results(folder):
     from fewkeys.judge.result import Report
-    from fewkeys.judge.sample import Sample
 
-    Report.load(folder / "results.json"), Sample.load(folder / "sample.safetensors")
+    Report.load(folder / "results.json")
 
 
 def _page(folder):

@@ -38,7 +38,6 @@ from fewkeys.integrations.families import Restated
 from fewkeys.integrations.terms import distance_bias, with_key_bias
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.papers import sparsefinder
-from fewkeys.tuning.score import digest
 from tiny_models import SIZES, close, far, padded, run, tokens
 
 EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(99))
@@ -209,7 +208,7 @@ def test_a_plan_is_tuned_with_the_bias(monkeypatch):
     monkeypatch.setattr("fewkeys.judge.exact.BLOCK", 1)  # a key head at a time
     assert fk.compare(taken, {"tuned": plan}).rows[0].error == pytest.approx(actual[0].error, rel=1e-4)
     other = captured(layers=1, batches=1, size=1, length=48, bias=-table)
-    assert digest(other, 0) != digest(taken, 0)
+    assert other.digest(0) != taken.digest(0)
 
 
 @pytest.mark.long
@@ -241,7 +240,7 @@ def test_where_a_bias_is_refused():
     with pytest.raises(ValueError, match=r"^capture: .* which predicted graphs do not support; use fewkeys\.tune"):
         sparsefinder.Sparsefinder.fit(taken)
     with pytest.raises(ValueError, match=r"^capture: .* whose values for longer texts are unknown"):
-        captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
+        captured_inputs(taken, dtype=torch.float32)
     powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})
     assert [skipped.name for skipped in report.skipped] == ["powers"]

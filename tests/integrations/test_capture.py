@@ -16,6 +16,7 @@ from transformers import Gemma2Config, Gemma2Model, T5Config, T5Model
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
+from fewkeys.core.records import seal
 from fewkeys.integrations.transformers import apply, capture
 from tiny_models import AFTER_ATTENTION, GROUPED, MODELS, after_attention, bert, gpt2, llama, padded, tokens
 
@@ -250,19 +251,20 @@ def test_damage_is_told(tmp_path):
     index, record = tmp_path / "capture.json", json.loads((tmp_path / "capture.json").read_text())
     record.pop("checksum")
     index.write_text("{")
-    with pytest.raises(ValueError, match=r"expected JSON in .* damaged"):
+    with pytest.raises(ValueError, match="is damaged"):
+        Capture.load(tmp_path)
+    index.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="expected an object with a checksum"):
         Capture.load(tmp_path)
     for change, said in (
         ({"format_version": 99}, "format version 99"),
-        ({"layers": -1}, "layers: expected at least 1"),
         ({"is_causal": "yes"}, "is_causal: expected bool"),
-        ({"scales": [1.0]}, "do not fit"),
-        ({"batches": 2}, "expected a file for each of 3 layers and 2 batches"),
+        ({"files": {"other": ""}}, "lacks other"),
     ):
-        index.write_text(json.dumps(record | change))
+        index.write_text(json.dumps(seal(record | change)))
         with pytest.raises(ValueError, match=said):
             Capture.load(tmp_path)
-    index.write_text(json.dumps(record))
+    index.write_text(json.dumps(seal(record)))
     part = tmp_path / "layer001-batch00000.safetensors"
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"layer001-batch00000\.safetensors cannot be read"):

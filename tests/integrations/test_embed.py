@@ -251,9 +251,8 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(short, tmp_path, c
     (notes / "good").unlink()
     assert run(short, "--out", out, notes) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"fewkeys: error: FILE_OR_FOLDER: expected at least one text, got none in {notes}: {notes}/shut/text cannot be "
-        f"read (Permission denied) (and 1 more); {notes}/broken is a broken link; {notes}/link is a link to a folder "
-        f"(name the folder to read it); {notes}/binary is binary (and 1 more); {notes}/pipe is no regular file"
+        f"fewkeys: error: FILE_OR_FOLDER: expected at least one text, got none in {notes}: {notes}/link is a link to "
+        f"a folder (name the folder to read it); {notes}/binary is binary; {notes}/broken is a broken link; and 4 more"
     )
 
 

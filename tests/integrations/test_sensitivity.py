@@ -1,17 +1,13 @@
 """Captured gradients are those of what the model says, and tuning by them spends slots where the model feels errors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("transformers")
 
 import fewkeys as fk
 from captures import captured
 from fewkeys.captures.capture import Capture
-from fewkeys.core.tensor_files import fingerprint
 from fewkeys.integrations.interface import attach, exact
 from fewkeys.integrations.sensitivity import Sensitivity, counted
 from fewkeys.integrations.transformers import capture
@@ -109,10 +105,6 @@ def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again
         assert torch.equal(two.gradient, four.gradient)
     rows = next(iter(more.part(1, 3).calls(0)))
     assert torch.equal(rows.gradient, next(iter(more.calls(0))).gradient[1:3])
-    files = {name: fingerprint(name, {"gradient": torch.zeros(3, 4, 11, 7)}) for name in opened.files}
-    save_file({"gradient": torch.zeros(3, 4, 11, 7)}, tmp_path / "taken" / OTHER)
-    with pytest.raises(ValueError, match=r"damaged \(expected gradient .*capture again"):
-        list(replace(Capture.load(tmp_path / "taken"), files=opened.files | {OTHER: files[OTHER]}).calls(1))
     (tmp_path / "taken" / OTHER).write_bytes(b"x")
     with pytest.raises(ValueError, match="capture again"):
         list(Capture.load(tmp_path / "taken").calls(1))

@@ -112,7 +112,3 @@ def test_bad_input_is_one_line_and_writes_nothing(run, options, parts, tmp_path)
     out = tmp_path / "out"
     refused(run(out=out, **options), *parts)
     assert not out.exists()
-
-
-def test_separate_and_shared_exclude_each_other(run, tmp_path):
-    refused(run(["--separate", "--shared"], out=tmp_path / "out"), "not allowed with argument")

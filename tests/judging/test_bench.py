@@ -12,9 +12,9 @@ from fewkeys.bench.long_inputs import captured_inputs, random_inputs
 from fewkeys.bench.peak import PeakMemory
 from fewkeys.bench.timing import EXACT_PAIRS, Timing, bench, growth
 
-CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+CPU = {"dtype": torch.float32}
 PLANS = {"few": fk.budget(16), "window": fk.Plan(fk.Window(9))}
-ROW = Timing("few", 4096, 2, 8.0, 7, 9, 1, 1, 1, 1, 1, 1, 1, 1, 1, None, "plan")
+ROW = Timing("few", 4096, 2, 8.0, 1, 1, 1, 1, 1, None, "plan")
 
 
 def test_peak_memory_counts_what_lives_at_once():
@@ -54,7 +54,7 @@ def test_rows_are_what_they_say(is_causal, backward):
     taken = captured(heads=2, kv_heads=2, causal=is_causal)
     plans = {"window": PLANS["window"]} if is_causal else PLANS
     steps = []
-    rows, rates = bench(
+    rows = bench(
         captured_inputs(taken, **CPU),
         plans,
         [40, 64],
@@ -66,10 +66,8 @@ def test_rows_are_what_they_say(is_causal, backward):
     )
     assert [(row.length, row.name) for row in rows] == [(n, name) for n in (40, 64) for name in ("exact", *plans)]
     for row in rows:
-        assert row.ms_low <= row.ms <= row.ms_high
         assert row.ratio_low <= row.ratio <= row.ratio_high
         assert row.tensor_bytes == 4 * 2 * 2 * row.length * 16
-        assert row.floor_ms > 0
         if row.name == "exact":
             assert (row.ratio, row.error, row.peak_bytes) == (1.0, 0.0, None)
             continue
@@ -78,13 +76,12 @@ def test_rows_are_what_they_say(is_causal, backward):
         few = fk.attention(query, key, value, plan=plans[row.name].never_exact(), **options)
         assert row.error == pytest.approx(fk.metrics.output_error(few, fk.attention(query, key, value, **options)))
         assert row.peak_bytes >= 4 * 2 * row.length * 8
-    assert min(rates.bytes_per_ms, rates.operations_per_ms) > 0
     assert steps[-1][0] == steps[-1][1]
 
 
 @pytest.mark.long
 def test_random_inputs_have_no_error():
-    rows, _ = bench(random_inputs(8, **CPU), PLANS, [48], heads=1, real=False)
+    rows = bench(random_inputs(8, **CPU), PLANS, [48], heads=1, real=False)
     assert {row.error for row in rows} == {None}
 
 
@@ -97,7 +94,7 @@ def test_very_long_inputs_take_fewer_heads():
         return random_inputs(4, **CPU)(8, heads)
 
     bench(problem, {}, [8, 2**15, 2**16, 2**18], heads=6, real=False)
-    assert asked[1:] == [(8, 6), (2**15, 4), (2**16, 1), (2**18, 1)]
+    assert asked == [(8, 6), (2**15, 4), (2**16, 1), (2**18, 1)]
     assert EXACT_PAIRS == 2**32
 
 
@@ -158,8 +155,6 @@ BAD = {
     "--text": ["--text=words.txt"],
     "--plans": ["--plans=budget"],
     "--plans: expected": ["--plans=budgets:3"],
-    "is_causal": ["--plans=constant:8"],
-    "--device": ["--device=cuda"],
     "--lengths": ["--lengths=0"],
 }
 
@@ -168,8 +163,6 @@ BAD = {
 def test_the_command_refuses_in_one_line(name, tmp_path, capsys):
     from fewkeys import cli
 
-    if name == "--device" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     assert cli.main(["bench", "--lengths=32", "--dim=8", *BAD[name], f"--out={tmp_path / 'out'}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

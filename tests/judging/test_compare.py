@@ -1,6 +1,7 @@
 """The numbers of a comparison, checked against plain float64 and against laws that no plan may break."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -334,3 +335,34 @@ def test_standard_plans_are_what_their_names_say():
 def test_standard_plans_exist_for_every_count(slots):
     for causal in (False, True):
         assert len(standard_plans(slots, is_causal=causal)) == 12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_sample_is_what_the_plans_keep(causal, monkeypatch):
+    """Of every query of the first sequence, here: positions and weights of its heaviest keys, and who keeps them."""
+    monkeypatch.setattr(module, "QUERIES", 40)
+    monkeypatch.setattr(exact_module, "BLOCK", 2**25 if causal else 1)
+    capture = captured(causal=causal, lengths=None if causal else (33, 40, 7))
+    report = compare(capture, {"window": fk.Plan(fk.Window(5)), "top-k": fk.Plan(fk.TopK(4)), "exact": fk.Plan()})
+    count = 40 if causal else 33
+    assert report.sample.queries == list(range(count))
+    for layer in range(2):
+        call = next(capture.calls(layer)).rows(slice(0, 1))
+        call = replace(
+            call, **{name: getattr(call, name)[:, :, :count] for name in ("query", "key", "value")}, key_mask=None
+        )
+        largest, _ = dense(call)[0][0].topk(16)
+        weights = torch.tensor(report.sample.weights[layer], dtype=torch.float64)
+        torch.testing.assert_close(weights, largest, rtol=0, atol=6e-5)
+        keys = torch.tensor(report.sample.keys[layer])
+        position = torch.arange(count)[:, None]
+        near = (keys >= position - (4 if causal else 2)) & (keys <= position + (0 if causal else 2))
+        ranks = (
+            torch.arange(16).expand_as(keys) < (torch.arange(count) + 1).clamp_max(4)[:, None]
+            if causal
+            else torch.arange(16).expand_as(keys) < 4
+        )
+        for name, expected in (("window", near), ("top-k", ranks), ("exact", torch.ones_like(near))):
+            flags = torch.tensor([[int(flag) for flag in head] for head in report.row(name).kept[layer]])
+            seen = weights > 1e-4
+            assert torch.equal(flags.view_as(keys).bool() & seen, expected & seen)

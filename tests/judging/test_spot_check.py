@@ -175,7 +175,7 @@ def test_what_padding_gives_is_never_read():
     errors = torch.ones(2, 1, 8, dtype=torch.float64)
     errors[1, 0, 5:] = math.inf
     assert drawn.mean(errors).tolist() == [[1.0], [1.0]]
-    assert drawn.spread(errors).variance.sum() == drawn.spread(errors).third.sum() == 0
+    assert drawn.estimates(errors).variance.sum() == drawn.estimates(errors).third.sum() == 0
 
 
 def test_a_causal_query_with_a_cache_sees_the_keys_before_it():

@@ -12,7 +12,8 @@ from cases import SHAPES, Shape
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.guard import sample
-from fewkeys.guard.interval import Estimates, pool, student
+from fewkeys.guard.interval import pool, student
+from fewkeys.guard.sample import Estimates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOW = fk.Plan(fk.Window(9))
@@ -65,13 +66,13 @@ def test_variance_is_at_least_the_true_one(name, count):
     """On average over draws, whatever the errors, for stretches of one length; their own variances are known."""
     errors = ERRORS[name](4 * count)
     drawn, seen = many(errors, count)
-    variance = drawn.spread(seen).variance.sum(-1)
+    variance = drawn.estimates(seen).variance.sum(-1)
     stretches = errors.view(count, 4)
     true = stretches.var(-1, unbiased=False).sum() / count**2
     doubt = variance.std() / math.sqrt(len(variance))
     assert drawn.mean(seen).var() == pytest.approx(float(true), rel=0.15, abs=1e-12)
     assert variance.mean() > true - 5 * doubt - 1e-12
-    width = drawn.spread(seen).freedom + 1
+    width = drawn.estimates(seen).freedom + 1
     groups = stretches.mean(-1).split(width.int().tolist())
     between = sum(group.var() * len(group) for group in groups) / count**2
     assert abs(variance.mean() - true - between) < 5 * doubt + 1e-12
@@ -82,11 +83,11 @@ def test_stretches_drawn_whole_add_nothing():
     errors = torch.arange(17, dtype=torch.float64) ** 2
     drawn, seen = many(errors, 16, draws=1)
     assert drawn.size.flatten().tolist().count(2) == 1
-    spread = drawn.spread(seen)
+    spread = drawn.estimates(seen)
     assert (spread.variance > 0).sum() == 1
     assert spread.third == 0
     whole, seen = many(errors, 17, draws=1)
-    assert whole.spread(seen).variance.sum() == whole.spread(seen).third.sum() == 0
+    assert whole.estimates(seen).variance.sum() == whole.estimates(seen).third.sum() == 0
 
 
 def test_third_moment_is_right_for_errors_in_random_order():
@@ -96,7 +97,7 @@ def test_third_moment_is_right_for_errors_in_random_order():
     places = torch.rand(100_000, 1, 16, generator=seed(2), dtype=torch.float64)
     drawn = sample.draw(check_inputs(nothing, nothing, nothing), places)
     seen = errors[order].gather(-1, drawn.index)
-    estimate, third = drawn.mean(seen), drawn.spread(seen).third
+    estimate, third = drawn.mean(seen).flatten(), drawn.estimates(seen).third
     cube = (estimate - errors.mean()) ** 3
     doubt = (third.var() / 1e5 + cube.var() / 1e5).sqrt()
     assert abs(third.mean() - cube.mean()) < 4 * doubt
@@ -164,12 +165,17 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def estimates(count, mean, variance, third, freedom):
+    return Estimates(count, count, torch.zeros(len(count)).long(), mean, variance[:, None], third, freedom)
+
+
 def test_pooling_weighs_by_queries():
     """Two populations in one part, or in two, are the same; one of them twice as long counts twice."""
     freedom = numbers(7.0)
-    both = Estimates(numbers(10, 20), numbers(0.3, 0.6), numbers(0.01, 0.02)[:, None], numbers(1e-4, 2e-4), freedom)
+    both = estimates(numbers(10, 20), numbers(0.3, 0.6), numbers(0.01, 0.02), numbers(1e-4, 2e-4), freedom)
     parts = [
-        Estimates(*(x[i : i + 1] for x in (both.count, both.mean, both.variance, both.third)), freedom) for i in (0, 1)
+        estimates(*(x[i : i + 1] for x in (both.count, both.mean, both.variance[:, 0], both.third)), freedom)
+        for i in (0, 1)
     ]
     assert pool([both], 0.95) == pytest.approx(pool(parts, 0.95))
     error, low, high = pool([both], 0.95)
@@ -183,7 +189,7 @@ def test_pooling_weighs_by_queries():
 
 def test_errors_that_are_not_finite():
     for value in (math.inf, math.nan):
-        bad = Estimates(numbers(5), numbers(value), numbers(value)[:, None], numbers(value), numbers(7))
+        bad = estimates(numbers(5), numbers(value), numbers(value), numbers(value), numbers(7))
         assert all(str(x) == str(value) for x in pool([bad], 0.95))
-    far = Estimates(numbers(5), numbers(1.0), numbers(1.0)[:, None], numbers(0.0), numbers(1))
+    far = estimates(numbers(5), numbers(1.0), numbers(1.0), numbers(0.0), numbers(1))
     assert math.isfinite(pool([far], 0.9999)[2])

@@ -12,10 +12,6 @@ from fewkeys.execute import dispatch
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import backward
 from fewkeys.execute.problem import Problem
-from fewkeys.past import native
-from fewkeys.past.evicted import Evicted
-from fewkeys.past.scan import Scan
-from fewkeys.past.state import State
 from fewkeys.sketch.sums import sums_and_products
 from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, without
 
@@ -145,35 +141,3 @@ def test_gradients_of_sums(dtype):
 
     for pair in zip(summed(), without(summed), strict=True):
         torch.testing.assert_close(*pair, **CLOSE[dtype])
-
-
-def test_gradients_of_the_past(monkeypatch):
-    """A past that moves on depends on what it was; keys that never leave and free places have no part in it."""
-    g = torch.Generator().manual_seed(0)
-    rows, key, value = (torch.randn(2, 3, n, 6, generator=g) for n in (4, 60, 60))
-    query = torch.randn(2, 6, 40, 6, generator=g)
-    index = torch.randperm(60, generator=g)[:40].view(4, 10).expand(2, 3, -1, -1)
-    real = torch.rand(2, 3, 4, 10, generator=g) > 0.3
-    push = torch.randn(2, 3, 5, 9, 12, generator=g), torch.randn(2, 3, 9, 12, generator=g)
-
-    def scanned():
-        leaves = [x.clone().requires_grad_() for x in (rows, key, value)]
-        state = State.empty(9, key, value)
-        empty = state.summary
-        start = torch.cat([leaves[0], leaves[0] * 2], -1)
-        start = torch.nn.functional.pad(start, (0, 0, 0, 5))
-        there = (torch.arange(9) < 4).float().expand(2, 3, -1)
-        summary = replace(empty, rows=start, excess=empty.excess.masked_fill(there > 0, 0.0), size=there)
-        past = replace(state, summary=summary)
-        states, last = Scan(past, query, None, 0.4, Evicted(leaves[1], leaves[2], index, real), True).run()
-        moved = (states.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
-        return torch.autograd.grad(moved, leaves)
-
-    calls = []
-    scan = native.scan
-    monkeypatch.setattr(native, "scan", lambda *arguments: calls.append(arguments) or scan(*arguments))
-    actual = scanned()
-    assert len(calls) == 1
-    for pair in zip(actual, without(scanned), strict=True):
-        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
-    assert not actual[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()

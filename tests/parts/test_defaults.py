@@ -10,7 +10,6 @@ import torch
 import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
-from fewkeys.judge.sample import take
 from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder, value_aware
 
@@ -94,8 +93,9 @@ def heads_of_two_plans():
 
 
 def a_table(capture):
-    row = fk.compare(capture, [fk.budget(24)]).rows[0]
-    return [row.error, row.slots, row.mass, row.error_p90, row.per_head]
+    report = fk.compare(capture, [fk.budget(24)])
+    row = report.rows[0]
+    return [row.error, row.slots, row.mass, row.error_p90, row.per_head, row.kept, report.sample]
 
 
 def learned(capture):
@@ -115,7 +115,6 @@ WITH_CAPTURE = {
     "compare": a_table,
     "tune": lambda capture: str(fk.tune(capture, slots=24).layers),
     "fit": learned,
-    "sample": lambda capture: list(take(capture, [fk.budget(24)]).tensors.values()),
 }
 
 

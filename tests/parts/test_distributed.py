@@ -80,7 +80,7 @@ def test_a_lost_rank_is_an_error_within_the_timeout(world, how, moment, launch, 
 
 FAULTS = [(fault, "lists", 1) for fault in OTHERS] + [
     ("killed", "lists", 2),
-    ("stopped", "past", 0),
+    ("stopped", "scan", 0),
     ("late", "set", 2),
 ]
 

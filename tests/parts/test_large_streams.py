@@ -99,18 +99,6 @@ def test_whatever_is_done_to_them(plan, tmp_path):
         stream.append(k.double()[[0, 0, 0]], v.double()[[0, 0, 0]])
 
 
-@pytest.mark.parametrize("large", [(0,), (1,), (0, 1)], ids=str)
-def test_merged_with_others(large):
-    """Where one of the two is large, the merged stream is."""
-    parts = [draw("all" if place in large else "small") for place in (0, 1)]
-    streams = [fk.stream(MEANS), fk.stream(MEANS)]
-    for stream, (q, k, v, _) in zip(streams, parts, strict=True):
-        feed(stream, q[:, :, :64], k[:, :, :64], v[:, :, :64], [64])
-    streams[0].merge(streams[1])
-    q, k, v, _ = draw("all")
-    assert feed(streams[0], q, k, v, [64, 86]).isfinite().all()
-
-
 NUMBERS = [
     "state.near.key",
     "state.near.value",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from captures import captured
-from fewkeys.captures.capture import INDEX, Capture
+from fewkeys.captures.capture import Capture
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build, parse
 from fewkeys.core.tensor_files import Form, check
@@ -405,16 +405,6 @@ def test_descending_edges_are_refused():
     edges = torch.tensor([[[0.0, 2.0, 1.0]]])
     with pytest.raises(ValueError, match="ascending"):
         Edges(edges, edges)
-
-
-def test_a_capture_of_other_shapes_than_its_index_says_is_refused(tmp_path):
-    captured(directory=tmp_path)
-    path = tmp_path / INDEX
-    data = json.loads(path.read_text())
-    for name, value in {"head_dim": 7, "kv_heads": 3, "scales": ["a"], "dtype": "int8", "layers": 10**12}.items():
-        path.write_text(json.dumps({key: part for key, part in data.items() if key != "checksum"} | {name: value}))
-        with pytest.raises(ValueError, match="capture again"):
-            every_call(tmp_path)
 
 
 def test_forms_know_shape_dtype_range_and_numbers():

@@ -91,7 +91,6 @@ def save_picture(cells: Cells, sizes: Sequence[int], path: Path) -> None:
         columns=2,
         size=(4.6, 5.2),
         names=2.6,
-        titled=True,
     )
     for axes, what, cost, unit in ((distance, "kl", "read", 1e3), (answers, "share", "held", 1e6)):
         ends = {}

@@ -9,18 +9,18 @@ from fewkeys.bench.timing import Draw
 from fewkeys.captures.capture import Capture
 
 
-def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Draw:
+def random_inputs(dim: int, *, dtype: torch.dtype, seed: int = 0) -> Draw:
     """Independent normal numbers: good for time, meaningless for error."""
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
         draw = torch.Generator("cpu").manual_seed(seed)
-        tensors = [torch.randn(1, heads, length, dim, generator=draw).to(device, dtype) for _ in range(3)]
+        tensors = [torch.randn(1, heads, length, dim, generator=draw).to(dtype) for _ in range(3)]
         return tensors[0], tensors[1], tensors[2], dim**-0.5
 
     return problem
 
 
-def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.device) -> Draw:
+def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
     """The first heads of the middle layer, its sequences joined end to end.
 
     The context is longer than those of the model. More tokens or key heads than the capture holds raise `ValueError`.
@@ -45,7 +45,7 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.devic
                 real = slice(None) if call.key_mask is None else call.key_mask[row]
                 for part, tensor in zip(joined, (call.query, call.key, call.value), strict=True):
                     part.append(tensor[row][:, real])
-        query, key, value = (torch.cat(part, 1)[None, :, :length].to(device, dtype) for part in joined)
+        query, key, value = (torch.cat(part, 1)[None, :, :length].to(dtype) for part in joined)
         return (
             query[:, : heads * gqa_ratio].contiguous(),
             key[:, :heads].contiguous(),

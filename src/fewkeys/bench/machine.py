@@ -14,14 +14,13 @@ import fewkeys.native as native
 from fewkeys.core.version import VERSION
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
-    """The processor's name, its cores and the threads in use, the operating system, the device, the CPU kernels."""
+def machine() -> dict[str, Any]:
+    """The processor's name, its cores and the threads in use, the operating system, the CPU kernels."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "kernels": native.missing() or f"compiled for {native.instruction_set()}",
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -20,18 +19,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.bench.peak import PeakMemory
-from fewkeys.core.clock import clock, now
-from fewkeys.core.impl import Impl
+from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster
-from fewkeys.cost.operations import plan_operations, visible_keys
-from fewkeys.execute import dispatch
-from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
 from fewkeys.plan import Plan
-from fewkeys.rest.base import BlockStandIns
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
 """A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
@@ -49,12 +43,10 @@ class Timing:
     Attributes:
         name: of the plan; "exact" is exact attention.
         length, heads: tokens, and heads that ran together.
-        ms, ms_low, ms_high: median and quartiles of a call; with `backward`, of a call and its gradients.
+        ms: median of a call; with `backward`, of a call and its gradients.
         ratio, ratio_low, ratio_high: exact attention's time over this one's, turn by turn: median and quartiles.
-        select_ms, prepare_ms, attend_ms: choosing keys, making stand-ins and attending alone (forward only).
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         tensor_bytes: of query, key, value and output together.
-        floor_ms: the time of the plan's (or exact attention's) arithmetic and bytes at the machine's measured rates.
         error: mean relative output error; None where the inputs are random.
         auto: "plan" or "exact", what `impl="auto"` runs.
     """
@@ -63,27 +55,13 @@ class Timing:
     length: int
     heads: int
     ms: float
-    ms_low: float
-    ms_high: float
     ratio: float
     ratio_low: float
     ratio_high: float
-    select_ms: float | None
-    prepare_ms: float | None
-    attend_ms: float | None
     peak_bytes: int | None
     tensor_bytes: int
-    floor_ms: float
     error: float | None
     auto: str
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The speed of the machine: `bytes_per_ms` copied, `operations_per_ms` in matrix products (2 per multiply-add)."""
-
-    bytes_per_ms: float
-    operations_per_ms: float
 
 
 def bench(
@@ -95,39 +73,28 @@ def bench(
     real: bool,
     is_causal: bool = False,
     backward: bool = False,
-    impl: Impl = "auto",
     progress: Callable[[int, int, str], None] | None = None,
-) -> tuple[list[Timing], Rates]:
-    """Time every plan at every length, by the executor `impl`. `real`: whether to measure errors (captured inputs).
+) -> list[Timing]:
+    """Time every plan at every length. `real`: whether to measure errors (captured inputs).
 
     Long inputs, on which exact attention would take minutes, get fewer heads (`EXACT_PAIRS`), see `Timing.heads`.
     """
-    sizes = [max(1, min(heads, EXACT_PAIRS // length**2)) for length in lengths]
-    query, key, value, _ = draw(min(lengths), heads)
-    rates = measure_rates(query.device, query.dtype)
     timings = []
-    for number, (length, count) in enumerate(zip(lengths, sizes, strict=True)):
-        query, key, value, scale = draw(length, count)
+    for number, length in enumerate(lengths):
+        query, key, value, scale = draw(length, max(1, min(heads, EXACT_PAIRS // length**2)))
         tensors = [x.requires_grad_(backward) for x in (query, key, value)]
-        inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale, impl=impl)
-
-        def call(plan: Plan | None, inputs: Inputs = inputs) -> Tensor:
-            x = inputs
-            if plan is None:
-                return scaled_dot_product_attention(x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale)
-            return attend(x.branch(), plan.never_exact())
+        inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale)
 
         def say(turn: int, number: int = number, length: int = length) -> None:
             if progress is not None:
                 progress(number * TURNS + turn, len(lengths) * TURNS, f"{length} tokens")
 
-        times = _turns(call, plans, tensors, backward, say)
-        truth = call(None).detach() if real else None
-        for name, plan in {"exact": None, **plans}.items():
-            timings.append(_timing(name, plan, inputs, times, truth, call, rates, backward))
+        times = _turns(inputs, plans, tensors, backward, say)
+        truth = _call(inputs, None).detach() if real else None
+        timings += [_timing(name, plan, inputs, times, truth) for name, plan in {"exact": None, **plans}.items()]
     if progress is not None:
         progress(len(lengths) * TURNS, len(lengths) * TURNS, "done")
-    return timings, rates
+    return timings
 
 
 def growth(rows: Sequence[Timing], name: str, start: int = 4096) -> float | None:
@@ -149,32 +116,25 @@ def as_dict(row: Timing) -> dict[str, Any]:
     return {name: round(item, 6) if isinstance(item, float) else item for name, item in asdict(row).items()}
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The best of several copies of 256 MB and of products of 2048 x 2048 matrices."""
-    big = torch.ones(2**26, device=device)
-    into = torch.empty_like(big)
-    square = torch.ones((2048, 2048), device=device, dtype=dtype)
-    copy = min(clock(lambda: into.copy_(big), device) for _ in range(5))
-    product = min(clock(lambda: square @ square, device) for _ in range(5))
-    return Rates(2 * big.numel() * big.element_size() / copy, 2 * 2048**3 / product)
+def _call(x: Inputs, plan: Plan | None) -> Tensor:
+    if plan is None:
+        return scaled_dot_product_attention(x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale)
+    return attend(x.branch(), plan.never_exact())
 
 
 def _turns(
-    call: Callable[[Plan | None], Tensor],
-    plans: Mapping[str, Plan],
-    tensors: Sequence[Tensor],
-    backward: bool,
-    say: Callable[[int], None],
+    inputs: Inputs, plans: Mapping[str, Plan], tensors: Sequence[Tensor], backward: bool, say: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    device = tensors[0].device
+    """Milliseconds of exact attention and of each plan, turn by turn."""
+    device = inputs.query.device
 
     def once(plan: Plan | None) -> float:
         if not backward:
             with torch.no_grad():
-                return clock(lambda: call(plan), device)
+                return clock(lambda: _call(inputs, plan), device)
         for x in tensors:
             x.grad = None
-        return clock(lambda: call(plan).sum().backward(), device)
+        return clock(lambda: _call(inputs, plan).sum().backward(), device)
 
     rows: dict[str, Plan | None] = {"exact": None, **plans}
     for plan in rows.values():
@@ -190,75 +150,21 @@ def _turns(
     return times
 
 
+@torch.no_grad()
 def _timing(
-    name: str,
-    plan: Plan | None,
-    inputs: Inputs,
-    times: Mapping[str, Sequence[float]],
-    truth: Tensor | None,
-    call: Callable[[Plan | None], Tensor],
-    rates: Rates,
-    backward: bool,
+    name: str, plan: Plan | None, x: Inputs, times: Mapping[str, Sequence[float]], truth: Tensor | None
 ) -> Timing:
-    x = inputs
-    low, middle, high = _quartiles(times[name])
-    ratios = _quartiles([a / b for a, b in zip(times["exact"], times[name], strict=True)])
-    size = x.query.element_size()
-    tensor_bytes = size * x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
-    pairs = x.batch * x.query_heads * x.queries
-    work = 2.0 * visible_keys(x) * (x.head_dim + x.value_dim)
-    parts: tuple[float, ...] = ()
-    error = peak = None
+    low, ratio, high = _quartiles([a / b for a, b in zip(times["exact"], times[name], strict=True)])
+    entries = x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
+    error, peak, auto = (None if truth is None else 0.0), None, "exact"
     if plan is not None:
-        work = plan_operations(x, plan)
-        with torch.no_grad():
-            parts = _parts(x, plan)
-            with PeakMemory() as memory:
-                output = call(plan)
-            peak = memory.peak
+        with PeakMemory() as memory:
+            output = _call(x, plan)
+        peak = memory.peak
         error = None if truth is None else output_error(output, truth)
-    select, prepare, attend = parts or (None, None, None)
-    passes = 3.5 if backward else 1.0  # the gradient of a matrix product is two products, and scores are formed again
-    floor = max(tensor_bytes / rates.bytes_per_ms, passes * work * pairs / rates.operations_per_ms)
-    return Timing(
-        name,
-        x.keys,
-        x.kv_heads,
-        middle,
-        low,
-        high,
-        ratios[1],
-        ratios[0],
-        ratios[2],
-        select,
-        prepare,
-        attend,
-        peak,
-        tensor_bytes,
-        floor,
-        error if plan is not None else None if truth is None else 0.0,
-        "exact" if plan is None or exact_is_faster(x, plan) else "plan",
-    )
-
-
-def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
-    """Milliseconds of selecting, preparing and attending: medians of five."""
-    device, rows = inputs.query.device, []
-    if plan.keep is None:
-        return 0.0, 0.0, clock(lambda: attend(inputs, plan), device)
-    for _ in range(5):
-        x, marks = inputs.branch(), [now(device)]
-        graph = plan.keep.select(x)
-        marks.append(now(device))
-        stand_ins = plan.rest.prepare(x, graph, plan.weights)
-        if isinstance(stand_ins, BlockStandIns):
-            _ = stand_ins.states  # computed lazily: otherwise while attending
-        marks.append(now(device))
-        dispatch.attend(Problem(x, graph, stand_ins, plan.weights))
-        marks.append(now(device))
-        rows.append([b - a for a, b in pairwise(marks)])
-    select, prepare, attend = (median(column) for column in zip(*rows, strict=True))
-    return select, prepare, attend
+        auto = "exact" if exact_is_faster(x, plan) else "plan"
+    size = x.query.element_size() * entries
+    return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, size, error, auto)
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -7,22 +7,22 @@ A capture is a folder with one safetensors file per layer and batch, one with th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.files import read_json
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
-from fewkeys.core.records import build
-from fewkeys.core.tensor_files import Form, check, fingerprint, mapped
-from fewkeys.core.validation import FLOATS, Options, check_count, check_inputs
+from fewkeys.core.records import build, parse, unseal
+from fewkeys.core.tensor_files import fingerprint, mapped
+from fewkeys.core.validation import Options, check_inputs
 
 FORMAT_VERSION = 2
 INDEX = "capture.json"
@@ -79,7 +79,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Facts:
-    """What is known of a capture beside its tensors.
+    """What is known of a capture beside its tensors: the content of `capture.json`.
 
     Attributes:
         scales: one softmax scale for each layer.
@@ -89,6 +89,7 @@ class Facts:
         files: the fingerprint of each file of tensors by its name, checked at the first read.
     """
 
+    format_version: int = FORMAT_VERSION
     model_name: str
     layers: int
     query_heads: int
@@ -130,25 +131,17 @@ class Capture(Facts):
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
         all_batches = [(batch, slice(None)) for batch in range(self.batches)]
         for batch, rows in all_batches if self._part is None else self._part:
-            name = file_name(layer, batch)
-            tensors = self._read(name)
-            if name not in self._sound:
-                self._check(name, tensors)
+            tensors = self._read(file_name(layer, batch))
+            if self.gradients:
+                tensors |= self._read(gradient_name(layer, batch))
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
+            optional: dict[str, Any] = {
+                name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias", "gradient")
+            }
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            optional: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
-            optional["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
             scale = self.scales[layer]
             call = AttentionInputs(query, key, value, scale, self.is_causal, query_offset=offset, **optional)
             yield call if self._part is None else call.rows(rows)
-
-    def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:
-        name = gradient_name(layer, batch)
-        tensors = self._read(name)
-        if name not in self._sound:
-            form = Form((*query.shape[:3], self.value_dim), _DTYPES[self.dtype])
-            self._fits(name, tensors, {"gradient": form})
-        return tensors["gradient"]
 
     def _read(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, mapped. The first read checks their fingerprint."""
@@ -158,34 +151,15 @@ class Capture(Facts):
                 raise ValueError(f"the content does not fit the fingerprint in {INDEX}")
         except (OSError, ValueError) as error:
             raise ValueError(f"capture: {self.directory / name} cannot be read ({error}); capture again") from None
+        self._sound.add(name)
         return tensors
 
-    def _check(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse tensors that do not fit a call of this model, and remember the name of a sound file."""
-        size = {axis: tensors[axis].shape for axis in ("query", "key") if axis in tensors and tensors[axis].ndim == 4}
-        (batch, _, queries, _), (_, _, keys, _) = (size.get(axis, (1, 1, 1, 1)) for axis in ("query", "key"))
-        forms = {
-            "query": Form((batch, self.query_heads, queries, self.head_dim), _DTYPES[self.dtype]),
-            "key": Form((batch, self.kv_heads, keys, self.head_dim), _DTYPES[self.dtype]),
-            "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
-            "key_mask": Form((batch, keys), torch.bool),
-            "query_mask": Form((batch, queries), torch.bool),
-            "distance_bias": Form((self.query_heads, None), working(torch.empty(0, dtype=_DTYPES[self.dtype])).dtype),
-        }
-        optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
-        if self.is_causal and queries > keys:
-            raise ValueError(
-                f"capture: {self.directory / name} is damaged ({queries} causal queries of {keys} keys); capture again"
-            )
-        self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
-
-    def _fits(self, name: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-        """Refuse a file of other tensors, and remember the name of a sound one."""
-        try:
-            check(tensors, forms)
-        except ValueError as error:
-            raise ValueError(f"capture: {self.directory / name} is damaged ({error}); capture again") from None
-        self._sound.add(name)
+    def digest(self, layer: int) -> str:
+        """A fingerprint of all that attention in a layer depends on: tensors, scale, and which sequences there are."""
+        own = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
+        files = sorted(item for item in self.files.items() if item[0].startswith(own))
+        facts = [files, self.scales[layer], self.is_causal, str(self._part)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def biased(self) -> bool:
@@ -217,14 +191,8 @@ class Capture(Facts):
 
         `sum_h weights[:, h] @ output[h]` is the layer's output without its bias.
         """
-        path = self.directory / PROJECTIONS
         weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
-        if weight is None:
-            return None
-        self._sound.add(PROJECTIONS)
-        if weight.ndim != 2 or weight.shape[1] != self.query_heads * self.value_dim:
-            raise ValueError(f"capture: {path} does not fit the heads of layer {layer}; capture again")
-        return weight.view(-1, self.query_heads, self.value_dim)
+        return None if weight is None else weight.view(-1, self.query_heads, self.value_dim)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
@@ -233,48 +201,17 @@ class Capture(Facts):
         index = folder / INDEX
         if not index.is_file():
             raise ValueError(f"directory: expected a capture with {INDEX}, {what_is_in(folder)}")
-        data = read_json(folder, INDEX)
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"directory: {index} has format version {version!r}, this package reads {FORMAT_VERSION}; capture again"
-            )
         try:
-            record = build(Record, data)
+            data = unseal(parse(index.read_bytes()), required=True)
+            if data.get("format_version") != FORMAT_VERSION:
+                raise ValueError(f"format version {data.get('format_version')!r}, this package reads {FORMAT_VERSION}")
+            facts = build(Facts, data)
         except ValueError as error:
             raise ValueError(f"directory: {index} is damaged ({error}); capture again") from None
-        for name in record.files:
+        for name in facts.files:
             if not (folder / name).is_file():
                 raise ValueError(f"directory: {folder} lacks {name}, which {INDEX} promises; capture again")
-        return record.capture(folder)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Record(Facts):
-    """The content of `capture.json`."""
-
-    format_version: int
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "batches", "sequences", "tokens"):
-            check_count(name, getattr(self, name))
-        if len(self.scales) != self.layers or self.query_heads % self.kv_heads or self.dtype not in _DTYPES:
-            raise ValueError(f"layers, heads or dtype do not fit: {self.scales}, {self.query_heads}, {self.dtype!r}")
-        named = 1 + self.gradients
-        wanted = f"expected {'two files' if self.gradients else 'a file'} for each of {self.layers} layers and"
-        if len(self.files.keys() - {PROJECTIONS}) != named * self.layers * self.batches:
-            raise ValueError(f"{wanted} {self.batches} batches, got others")
-        places = [(layer, batch) for layer in range(self.layers) for batch in range(self.batches)]
-        names = {name(*place) for name in (file_name, gradient_name)[:named] for place in places}
-        if self.files.keys() - {PROJECTIONS} != names:
-            raise ValueError(f"{wanted} {self.batches} batches, got others")
-
-    def capture(self, directory: Path) -> Capture:
-        """The capture in this folder."""
-        return Capture(directory=directory, **{fact.name: getattr(self, fact.name) for fact in fields(Facts)})
-
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+        return cls(directory=folder, **vars(facts))
 
 
 def file_name(layer: int, batch: int) -> str:

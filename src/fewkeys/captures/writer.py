@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fewkeys.captures.capture import (
-    FORMAT_VERSION,
     INDEX,
     PROJECTIONS,
     AttentionInputs,
     Capture,
-    Record,
+    Facts,
     file_name,
     gradient_name,
     what_is_in,
@@ -126,8 +125,7 @@ class CaptureWriter:
         """Write `capture.json` and return the capture. `weights`: as in `Capture`."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
-        record = Record(
-            format_version=FORMAT_VERSION,
+        facts = Facts(
             model_name=self._model_name,
             layers=len(self._scales),
             **self._shape,
@@ -140,9 +138,9 @@ class CaptureWriter:
             files=self._files,
         )
         self._written.append(self.directory / INDEX)
-        write_json(self.directory, INDEX, asdict(record))
+        write_json(self.directory, INDEX, asdict(facts))
         guard = _Removal(self.directory) if self._temporary else None
-        return replace(record.capture(self.directory), _guard=guard)
+        return Capture(directory=self.directory, _guard=guard, **vars(facts))
 
     def abort(self) -> None:
         """Remove every file this writer wrote, and the folder if it made it."""

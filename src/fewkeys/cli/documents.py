@@ -12,6 +12,8 @@ PDF = b"%PDF-"
 """How such a file begins; it may be ASCII throughout."""
 HEAD = 2**16
 """Bytes that are read first: a binary file, however large, shows a zero byte among them."""
+SHOWN = 3
+"""Files named in an error, with the reason why they are no texts."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
             else:
                 skipped[name] = reason
     if not documents:
-        named = ", ".join(map(str, paths))
-        raise ValueError(f"FILE_OR_FOLDER: expected at least one text, got none in {named}{_reasons(skipped)}")
+        named, reasons = ", ".join(map(str, paths)), [f"{name} {reason}" for name, reason in skipped.items()]
+        more = [f"and {len(reasons) - SHOWN} more"] if len(reasons) > SHOWN else []
+        because = f": {'; '.join([*reasons[:SHOWN], *more])}" if reasons else ""
+        raise ValueError(f"FILE_OR_FOLDER: expected at least one text, got none in {named}{because}")
     return list(documents.values()), skipped
 
 
@@ -54,15 +58,6 @@ def skipped_in_words(skipped: dict[str, str]) -> str:
     """The number of files that were left out, and on a line for each its name and the reason."""
     lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
     return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
-
-
-def _reasons(skipped: dict[str, str]) -> str:
-    """In one line, a file for each reason: ": a.bin is binary (and 2 more); b.txt is not UTF-8"."""
-    every = list(skipped.values())
-    first = {reason: name for name, reason in reversed(skipped.items())}
-    more = {reason: f" (and {every.count(reason) - 1} more)" if every.count(reason) > 1 else "" for reason in first}
-    reasons = [f"{first[reason]} {reason}{more[reason]}" for reason in sorted(first)]
-    return f": {'; '.join(reasons)}" if reasons else ""
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str]]:

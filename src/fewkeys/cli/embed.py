@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.documents import Document, read_documents, skipped_in_words
-from fewkeys.cli.files import check_folder
-from fewkeys.cli.options import add_common, named_path, positive
+from fewkeys.cli.files import as_json, check_folder
+from fewkeys.cli.options import add_common, named_path, whole
 from fewkeys.cli.progress import Step, progress
 from fewkeys.core.version import VERSION
 
@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
         "--out", required=True, type=named_path, metavar="FILE", help="file to write: .npz, or .parquet with pyarrow"
     )
     parser.add_argument(
-        "--chunk", type=positive, metavar="N",
+        "--chunk", type=whole(), metavar="N",
         help="late chunks: one pass over a text, a vector for each N tokens (default: one vector for the text)",
     )  # fmt: skip
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
         "embed parts of about equal length, each in a separate row (split)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-tokens", type=positive, metavar="N",
+        "--max-tokens", type=whole(), metavar="N",
         help="most tokens of one pass, at most the model's positions (default: max_seq_length of the model's folder)",
     )  # fmt: skip
     prompts = parser.add_mutually_exclusive_group()
@@ -74,7 +74,7 @@ def add_to(commands: Any) -> None:
     prompts.add_argument("--prompt", metavar="TEXT", help="text to put before every text")
     plans = parser.add_mutually_exclusive_group()
     plans.add_argument(
-        "--slots", type=positive, metavar="N",
+        "--slots", type=whole(), metavar="N",
         help=f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's "
         f"folder, or else {SLOTS} slots, {CHUNK_SLOTS} for late chunks)",
     )  # fmt: skip
@@ -83,36 +83,43 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run, left="finished texts are kept, the same command goes on from there")
 
 
+@dataclass(frozen=True)
+class Passes:
+    """A text, the characters of each pass over it (none over a text to be skipped), and its tokens."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    tokens: int
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Read, embed, write, and print a summary."""
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")
     documents, skipped = read_documents(arguments.texts)
-    import torch
 
     from fewkeys.cli.vectors import FinishedTexts, save
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    inputs.set_threads(arguments)
     start = monotonic()
     with progress() as step:
         encoder, plan, settings = _opened(arguments, step)
-        texts = {document.key: document for document in documents}
-        passes = dict(_passes(list(texts.values()), encoder, arguments.longer, settings["prompt"], step))
-        documents, skipped = _short_enough(documents, skipped, passes, settings["max_tokens"])
-        texts = {document.key: document for document in documents}
+        passes, too_long = _passes(documents, encoder, arguments.longer, settings["prompt"], step)
+        documents = [document for document in documents if document.name not in too_long]
         kept = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
-        resumed = len(texts.keys() & kept.rows.keys())
+        resumed = len(passes.keys() & kept.rows.keys())
+        left = {key: text for key, text in passes.items() if key not in kept.rows}
         try:
-            for key, rows in _embedded(encoder, plan, texts, passes, kept.rows, settings, step):
+            for key, rows in _embedded(encoder, plan, left, settings, step):
                 kept.add(key, rows)
         finally:
             kept.write()
     every = [kept.rows[document.key] for document in documents]
     save(out, [document.name for document in documents], every, settings)
     kept.remove()
-    _tell(arguments, documents, every, skipped, settings | {"seconds": monotonic() - start, "resumed": resumed})
+    facts = settings | {"seconds": monotonic() - start, "resumed": resumed}
+    _tell(arguments, documents, every, skipped | too_long, facts)
 
 
 def _check_out(out: Path) -> None:
@@ -180,89 +187,65 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
-) -> Iterator[tuple[str, tuple[list[tuple[int, int]], int]]]:
-    """By the digest of a text, the characters of each pass over it, and its tokens; no pass over a text to be skipped.
+) -> tuple[dict[str, Passes], dict[str, str]]:
+    """The texts by their digest, and the names of those that are left out with the reason.
 
-    `ValueError` for texts to be refused.
+    `ValueError` for texts to be refused, and where none is left.
     """
     from fewkeys.integrations import passes
 
-    most, too_long = passes.longest(encoder), []
+    most = passes.longest(encoder)
+    texts: dict[str, Passes] = {}
     for done, document in enumerate(documents):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
+        if document.key in texts:
+            continue
         with inputs.named_as_options(text=document.name):
             tokens = passes.tokens_of(encoder, document.text, prompt)
-        is_long = most is not None and tokens > most
-        if is_long and longer == "refuse":
-            too_long.append((tokens, document.name))
-        spans = [] if is_long and longer == "skip" else [(0, len(document.text))]
-        yield (
-            document.key,
-            (passes.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens),
-        )
-    if too_long:
-        tokens, name = max(too_long)
+        spans = [(0, len(document.text))]
+        if most is not None and tokens > most:
+            spans = passes.split(encoder, document.text, prompt=prompt) if longer == "split" else []
+        texts[document.key] = Passes(document.text, spans, tokens)
+    too_long = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
+    if too_long and longer == "refuse":
+        name = max(too_long, key=lambda name: too_long[name])
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
         raise ValueError(
-            f"{name}: expected at most {most} tokens, which is one pass of this model, got {tokens:,}{others}; use "
-            "--longer split or --longer skip, or raise --max-tokens where the model has more positions"
+            f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}{others}; "
+            "use --longer split or --longer skip, or raise --max-tokens where the model has more positions"
         )
-
-
-def _short_enough(
-    documents: list[Document],
-    skipped: dict[str, str],
-    passes: dict[str, tuple[list[tuple[int, int]], int]],
-    most: int | None,
-) -> tuple[list[Document], dict[str, str]]:
-    """The documents that have a pass, and the skipped files with those that have none. `ValueError` if none is left."""
-    too_long = {
-        document.name: f"has {passes[document.key][1]:,} tokens, more than one pass of {most}"
-        for document in documents
-        if not passes[document.key][0]
-    }
     if len(too_long) == len(documents):
         raise ValueError(
             f"FILE_OR_FOLDER: expected at least one text of at most {most} tokens, got {len(documents)} that are "
             "longer; use --longer split"
         )
-    return [document for document in documents if document.name not in too_long], skipped | too_long
+    reasons = {name: f"has {tokens:,} tokens, more than one pass of {most}" for name, tokens in too_long.items()}
+    return {key: text for key, text in texts.items() if text.spans}, reasons
 
 
 def _embedded(
-    encoder: SentenceTransformer,
-    plan: Plan | ModelPlan,
-    texts: dict[str, Document],
-    passes: dict[str, tuple[list[tuple[int, int]], int]],
-    finished: dict[str, TextRows],
-    settings: dict[str, Any],
-    step: Step,
+    encoder: SentenceTransformer, plan: Plan | ModelPlan, texts: dict[str, Passes], settings: dict[str, Any], step: Step
 ) -> Iterator[tuple[str, TextRows]]:
-    """The rows of every text that is not finished, by its digest."""
+    """The rows of every text, by its digest."""
     import torch
 
     from fewkeys.cli.vectors import TextRows
     from fewkeys.integrations import embed
     from fewkeys.integrations.transformers import apply
 
-    left = [key for key in texts if key not in finished]
-    total, done = sum(passes[key][1] for key in left), 0
+    total, done = sum(text.tokens for text in texts.values()), 0
     with inputs.named_as_options(plan="--plan"), apply(encoder, plan, max_error=embed.WATCH) as applied:
-        for key in left:
+        for key, text in texts.items():
             parts: list[TextRows] = []
-            for first, last in passes[key][0]:
-                so_far = done + passes[key][1] * len(parts) // len(passes[key][0])
-                step(so_far, total, f"embedding {_counted(len(left), 'text')}, {10 * (10 * so_far // total)} % done")
+            for first, last in text.spans:
+                so_far = done + text.tokens * len(parts) // len(text.spans)
+                step(so_far, total, f"embedding {_counted(len(texts), 'text')}, {10 * (10 * so_far // total)} % done")
                 before = applied.fallbacks
-                chunks = embed.late_chunks(
-                    encoder, texts[key].text[first:last], settings["chunk"], prompt=settings["prompt"]
-                )
-                error = torch.full(
-                    (len(chunks.tokens),), embed.estimated(before, applied.fallbacks), dtype=torch.float64
-                )
+                chunks = embed.late_chunks(encoder, text.text[first:last], settings["chunk"], prompt=settings["prompt"])
                 tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans) + first
+                error = torch.full_like(tokens, embed.estimated(before, applied.fallbacks), dtype=torch.float64)
                 parts.append(TextRows(chunks.vectors.float().cpu(), spans, tokens, error))
-            done += passes[key][1]
+            done += text.tokens
             yield key, TextRows.joined(parts)
 
 
@@ -284,7 +267,7 @@ def _tell(
         files = [document.name for document, text_rows in zip(documents, rows, strict=True) for _ in text_rows.tokens]
         names = ("path", "start", "stop", "tokens", "error")
         listed = [dict(zip(names, row, strict=True)) for row in zip(files, *columns, strict=True)]
-        print(json.dumps(facts | {"plan": plan, "rows": listed}, indent=1))
+        print(as_json(facts | {"plan": plan, "rows": listed}))
         return
     if skipped:
         print(f"fewkeys: note: {skipped_in_words(skipped)}", file=sys.stderr)
@@ -294,11 +277,10 @@ def _tell(
         f"{_counted(count, 'vector')} of {width} dimensions from {_counted(len(documents), 'text')} "
         f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {arguments.out}"
     )
-    if not bool(every.error.any()):
-        print("Exact attention answered every text: it is faster at these lengths.")
-        return
-    worst = max(range(len(rows)), key=lambda i: float(rows[i].error.max()))
-    print(
-        f"Estimated error of attention's output: {facts['error']:.3f} on average, at most "
-        f"{float(rows[worst].error.max()):.3f} ({documents[worst].name})."
+    worst, name = max(
+        (float(text_rows.error.max()), document.name) for text_rows, document in zip(rows, documents, strict=True)
     )
+    if worst:
+        print(f"Estimated error of attention's output: {facts['error']:.3f} on average, at most {worst:.3f} ({name}).")
+    else:
+        print("Exact attention answered every text: it is faster at these lengths.")

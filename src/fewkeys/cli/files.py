@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def check_folder(out: Path) -> None:
@@ -42,30 +44,34 @@ def staging(out: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def publish(out: Path, files: Mapping[str, Callable[[Path], None]]) -> None:
-    """Write all files elsewhere first, then move them into `out`."""
+def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
+    """Let `fill` write files to a folder elsewhere, then move them into `out`, `last` at the end; their names."""
     with staging(out) as staged:
-        for name, write in files.items():
-            write(staged / name)
+        fill(staged)
+        names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == last, name))
         out.mkdir(parents=True, exist_ok=True)
-        for name in files:
+        for name in names:
             os.replace(staged / name, out / name)
-
-
-def picture(name: str, draw: Callable[[Path], None]) -> dict[str, Callable[[Path], None]]:
-    """The files of a picture: `draw` writes its PDF beside the PNG that it is asked for."""
-    return {f"{name}.png": draw, f"{name}.pdf": lambda _: None}
+    return names
 
 
 def deliver(
-    arguments: argparse.Namespace, files: Mapping[str, Callable[[Path], None]], text: str, show: Callable[[], None]
+    arguments: argparse.Namespace,
+    result: Mapping[str, Any] | str,
+    show: Callable[[], None],
+    fill: Callable[[Path], None] | None = None,
+    last: str = "",
 ) -> None:
-    """Write the files to `--out`, if it is named; print `text` under `--json`, else what `show` prints."""
-    if arguments.out is not None:
-        publish(arguments.out, files)
+    """Write the files of `fill` to `--out`, if named; print the result under `--json`, else what `show` prints."""
+    names = [] if fill is None or arguments.out is None else publish(arguments.out, fill, last)
     if arguments.json:
-        print(text, end="")
+        print(as_json(result))
         return
     show()
-    if arguments.out is not None:
-        print(f"\nWritten: {', '.join(files)} in {arguments.out}")
+    if names:
+        print(f"\nWritten: {', '.join(names)} in {arguments.out}")
+
+
+def as_json(result: Mapping[str, Any] | str) -> str:
+    """The JSON text of a result, indented."""
+    return result.rstrip() if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False)

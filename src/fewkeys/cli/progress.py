@@ -1,11 +1,10 @@
-"""A progress bar, or lines where there is no terminal."""
+"""The progress of a command, with the time left."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from time import monotonic
 
 Step = Callable[[int, int, str], None]
@@ -13,39 +12,34 @@ Step = Callable[[int, int, str], None]
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """A progress bar on stderr; where that is no terminal, or rich is missing, one line for each new step. Both
-    show the time left: that of the steps with the same total.
+    """Progress on stderr: `step(done, total, what)` says what is done and the time left of the steps of one total.
 
-    A step of total 0 is set-up, which may still find the input wrong: it shows only in the bar, so that a refusal
-    stays one line.
+    In a terminal one line changes; elsewhere there is a line for each new `what`. A step of total 0 is set-up, which
+    may still find the input wrong: it shows only in a terminal, so that a refusal stays one line.
     """
-    if not sys.stderr.isatty() or find_spec("rich") is None:
-        last, size, start = "", 0, 0.0
+    last, size, start, terminal = "", 0, 0.0, sys.stderr.isatty()
 
-        def say(done: int, total: int, what: str) -> None:
-            nonlocal last, size, start
-            if total != size:
-                size, start = total, monotonic()
-            if total and what != last:
-                last = what
-                print(f"fewkeys: {what}{_left(done / total, monotonic() - start)}", file=sys.stderr, flush=True)
+    def step(done: int, total: int, what: str) -> None:
+        nonlocal last, size, start
+        if total != size:
+            size, start = total, monotonic()
+        if terminal:
+            share = f" {100 * done // total} %" if total else ""
+            print(f"\r\033[K{what}{share}{_left(done, total, start)}", end="", file=sys.stderr, flush=True)
+        elif total and what != last:
+            print(f"fewkeys: {what}{_left(done, total, start)}", file=sys.stderr, flush=True)
+        last = what
 
-        yield say
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total if done else None, description=what)
-
-        yield show
+    try:
+        yield step
+    finally:
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _left(share: float, seconds: float) -> str:
-    """The time left after `seconds` for a share of the work; nothing before a tenth of it, nor in the last second."""
-    left = seconds / share - seconds if share >= 0.1 else 0.0
+def _left(done: int, total: int, start: float) -> str:
+    """The time left; nothing before a tenth of the work, nor in the last second."""
+    if 10 * done < total or not done:
+        return ""
+    left = (monotonic() - start) * (total / done - 1)
     return f", about {left:,.0f} s left" if left >= 1 else ""

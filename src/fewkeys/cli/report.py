@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli.compare import RESULTS
+from fewkeys.cli.files import deliver
 from fewkeys.cli.inputs import need
 from fewkeys.cli.options import named_path
 
@@ -17,35 +18,34 @@ def add_to(commands: Any) -> None:
         "report",
         help="show the results of fewkeys compare, as a table or an HTML page",
         description="Show the results of fewkeys compare: the table or, with --html, a page that works offline. "
-        "The page shows the error against slots and against time, every row, every head, and what a few queries "
-        f"keep; those are read from the file that fewkeys compare wrote beside {RESULTS}.",
+        "The page shows every row, the error against slots, every head, and what a few queries keep.",
     )
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
-    parser.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
+    what.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table, or write the page and name it."""
-    need("rich" if arguments.html is None else "plotly")
+    page: Path | None = arguments.html
+    if page is not None:
+        need("matplotlib")
     path: Path = arguments.results / RESULTS if arguments.results.is_dir() else arguments.results
     if not path.is_file():
         raise ValueError(f"RESULTS: expected a file that fewkeys compare --out wrote, got no such file: {path}")
     from fewkeys.judge.result import Report
-    from fewkeys.judge.sample import Sample
     from fewkeys.report import print_table
     from fewkeys.report.page import save_page
 
     report = Report.load(path)
-    if arguments.html is None:
-        print_table(report)
+    if page is None:
+        deliver(arguments, report.to_json(), lambda: print_table(report))
         return
-    beside = report.settings.get("sample")
-    sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
-    page: Path = arguments.html
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        save_page(report, page, sample)
+        save_page(report, page)
     except OSError as error:
         raise ValueError(f"--html: expected a file that can be written, got {page} ({error.strerror})") from error
     print(f"Open {page.resolve().as_uri()}")

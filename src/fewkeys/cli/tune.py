@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver, picture
-from fewkeys.cli.options import add_common, add_model, add_size, add_text, positive, share
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_inputs, number, whole
 from fewkeys.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ def add_to(commands: Any) -> None:
         "model_plan.json (read by fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the "
         "same command again to continue after an interruption.",
     )
-    add_model(parser)
-    add_text(parser)
-    add_size(parser, sequences=12)
+    add_inputs(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
-    goal.add_argument("--slots", type=positive, metavar="N", help="slots per query, mean over all heads (default 64)")
+    goal.add_argument("--slots", type=whole(), metavar="N", help="slots per query, mean over all heads (default 64)")
     goal.add_argument(
-        "--max-error", type=share, metavar="E", help="fewest slots with a mean relative output error of at most E"
+        "--max-error",
+        type=number(most=1.0),
+        metavar="E",
+        help="fewest slots with a mean relative output error of at most E",
     )
     parser.add_argument(
         "--gradients",
@@ -54,7 +56,11 @@ def add_to(commands: Any) -> None:
         help="for decoders: keep all keys in memory (default), or use constant memory",
     )
     parser.add_argument(
-        "--held-out", type=share, default=0.25, metavar="SHARE", help="share of the sequences held out (default 0.25)"
+        "--held-out",
+        type=number(most=1.0),
+        default=0.25,
+        metavar="SHARE",
+        help="share of the sequences held out (default 0.25)",
     )
     add_common(parser, "folder for the results")
     parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
@@ -105,12 +111,12 @@ def run(arguments: argparse.Namespace) -> None:
         error = {row.name: row.error for row in report.rows}  # of as many slots as sequences have, all is exact
         print(f"\nHeld-out error: tuned {error['tuned']:.3f}, fewkeys.budget({paid}) {error['fewkeys budget']:.3f}.")
 
-    files = {
-        "model_plan.json": lambda path: plan.save_pretrained(path.parent),
-        "tuned.json": report.save,
-        **picture("tuned", lambda path: save_tuned(plan, report, path)),
-    }
-    deliver(arguments, files, report.to_json(), show)
+    def fill(folder: Path) -> None:
+        plan.save_pretrained(folder)
+        report.save(folder / "tuned.json")
+        save_tuned(plan, report, folder / "tuned.png")
+
+    deliver(arguments, report.to_json(), show, fill)
     shutil.rmtree(work, ignore_errors=True)
 
 

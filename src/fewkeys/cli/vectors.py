@@ -107,7 +107,9 @@ def save(path: Path, names: Sequence[str], rows: Sequence[TextRows], settings: M
     columns = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error}
     arrays = {name: tensor.numpy() for name, tensor in columns.items()}
     write = _parquet if path.suffix == ".parquet" else _npz
-    publish(path.absolute().parent, {path.name: lambda draft: write(draft, files, arrays, every.vectors.numpy(), text)})
+    publish(
+        path.absolute().parent, lambda folder: write(folder / path.name, files, arrays, every.vectors.numpy(), text)
+    )
 
 
 def _npz(path: Path, files: list[str], arrays: dict[str, Any], vectors: Any, settings: str) -> None:

@@ -52,9 +52,13 @@ def seal(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, CHECKSUM: _digest(data)}
 
 
-def unseal(data: Any) -> Any:
-    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are."""
+def unseal(data: Any, *, required: bool = False) -> Any:
+    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are, unless
+    it is required.
+    """
     if not isinstance(data, dict) or CHECKSUM not in data:
+        if required:
+            raise ValueError(f"expected an object with a {CHECKSUM}, as it was written")
         return data
     content = {name: value for name, value in data.items() if name != CHECKSUM}
     if data[CHECKSUM] != _digest(content):

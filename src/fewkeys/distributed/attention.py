@@ -13,7 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.distributed import causal, cohorts, scan
+from fewkeys.distributed import cohorts, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.edges import whole
@@ -56,15 +56,14 @@ def attention(
             differ between ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys` alone. `RandomKeys` draws with seed 0, and for all tokens on every
-            rank. `Outliers` of cohorts, with `ClusterMeans` or without, and a `Window` beside it, or none. Causal:
-            `RecentBlocks`, and `Sinks` beside it. `KeyScan`, causal or not, with `BlockMeans` or without: every rank
-            scans its keys for the queries of all ranks, so what it sends grows with their number.
-        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans` beside cohorts, causal
-            `RunningMeans`.
+            rank. `Outliers` of cohorts, with `ClusterMeans` or without, and a `Window` beside it, or none. `KeyScan`,
+            causal or not, with `BlockMeans` or without: every rank scans its keys for the queries of all ranks, so what
+            it sends grows with their number.
+        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans` beside cohorts,
+            `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
-        is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
-            from rank to rank: the latest keys, the sinks and the summary, of a size that the plan fixes. Making it is
-            sequential, attending to it is not.
+        is_causal: a query sees the tokens before it on all ranks, under `KeyScan` alone. Every rank has as many queries
+            as keys.
         group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
             default group.
 
@@ -96,9 +95,13 @@ def attention(
         plan = Plan(keep, rest or Drop(), weights or Softmax())
         if plan.scanned:
             scan.check_scan(plan)
-        parts = causal.check_causal(plan) if is_causal and not plan.scanned else None
+        elif is_causal:
+            raise ValueError(
+                f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
+                "fewkeys.budget(slots, is_causal=True)"
+            )
         by_cohort = cohorts.lists(plan)
-        rule = None if is_causal or by_cohort or plan.scanned else _rule(plan)
+        rule = None if by_cohort or plan.scanned else _rule(plan)
         inputs = _check(comm, query, key, value, scale)
         if (is_causal or (by_cohort and cohorts.band(plan))) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
@@ -116,8 +119,6 @@ def attention(
     sizes = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
     tokens, wanted = [count for count, _, _ in sizes], any(wants for _, _, wants in sizes)
     check_tokens(tokens)
-    if parts is not None:
-        return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in sizes]
     if plan.scanned:
         return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)

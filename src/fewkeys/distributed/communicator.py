@@ -115,18 +115,6 @@ class Communicator:
         self.bytes_sent += local.numel() * local.element_size() * (self.size - 1)
         return parts
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to rank `to`, which must be in `receive`."""
-        local = tensor.detach().contiguous()
-        self._run(lambda: self.group.send([local], to, 0), f"rank {to} to take {_size(local)}")
-        self.bytes_sent += local.numel() * local.element_size()
-
-    def receive(self, like: Tensor, sender: int) -> Tensor:
-        """The tensor that rank `sender` sends, in the shape and dtype of `like`."""
-        received = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._run(lambda: self.group.recv([received], sender, 0), f"{_size(received)} from rank {sender}")
-        return received
-
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
 

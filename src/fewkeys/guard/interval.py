@@ -5,7 +5,7 @@ mean. The normal interval then covers too seldom, because a sample that misses t
 and a small variance. Four corrections restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
 
 * The variance is estimated over groups of neighbouring stretches, which on average gives at least the true one
-  (`fewkeys.guard.sample.QuerySample.spread`).
+  (`fewkeys.guard.sample.QuerySample.estimates`).
 * Student's t in place of the normal quantile, with degrees of freedom from the variances themselves (Welch 1947,
   Biometrika 34): where one group has most of the variance, it has few.
 * The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, which is above
@@ -18,34 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from fewkeys.guard.sample import Spread
+from fewkeys.guard.sample import Estimates
 
 _LARGEST = 700.0
 """exp of larger numbers would overflow float64."""
-
-
-@dataclass(frozen=True, eq=False)
-class Estimates:
-    """Estimates of the mean errors of P populations of queries (the heads of a call, by sequence).
-
-    `count` (P,) queries in each, `mean` (P,) the estimates, `variance` (P, G) the share of each group of queries in the
-    variance of `mean`, `third` (P,) its third central moment, `freedom` (G,) the groups' degrees of freedom. All
-    float64, on the CPU.
-    """
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-    third: Tensor
-    freedom: Tensor
 
 
 def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, float]:
@@ -91,10 +72,3 @@ def student(confidence: float, freedom: float) -> float:
 @cache
 def _angles() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.linspace(0.0, np.pi / 2, 2**14 + 1)
-
-
-def estimates(count: Tensor, mean: Tensor, spread: Spread) -> Estimates:
-    """Estimates of one call from `count` (B,), `mean` (B, H) and the spread of `mean`."""
-    counts = count.unsqueeze(-1).expand_as(mean)
-    flat = (counts.flatten(), mean.flatten(), spread.variance.flatten(0, 1), spread.third.flatten(), spread.freedom)
-    return Estimates(*(tensor.to("cpu", torch.float64) for tensor in flat))

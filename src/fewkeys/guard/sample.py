@@ -43,8 +43,8 @@ class QuerySample:
         """`sum_s (N_s / N) e_s` (B, Hq) of the sample's errors (B, Hq, m), float64: unbiased for the mean."""
         return (self._drawn_errors(errors) * self._weight.unsqueeze(1)).sum(-1)
 
-    def spread(self, errors: Tensor) -> Spread:
-        """The moments of `mean` of the errors (B, Hq, m) around the mean over all queries.
+    def estimates(self, errors: Tensor, heads: Tensor | None = None) -> Estimates:
+        """The mean error of each sequence and head, from the errors (B, Hq, m), with moments around the true mean.
 
         A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
         group of about `GROUP` strata. On average that is at least the true variance for all errors if the strata of a
@@ -52,20 +52,23 @@ class QuerySample:
         of the strata's means). A stratum adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K
         is the group's third k-statistic: right on average for errors in random order. A stratum that is drawn whole
         adds nothing.
+
+        heads: (Hq,) the numbers of the heads in their model.
         """
         strata = self.size.shape[-1]
         groups = max(1, strata // GROUP)
         group = torch.arange(strata, device=self.size.device) * groups // strata
         member = torch.nn.functional.one_hot(group, groups).to(errors.dtype)
         width = member.sum(0)
-        errors = self._drawn_errors(errors)
+        mean, errors = self.mean(errors), self._drawn_errors(errors)
         centred = errors - (errors @ member / width)[..., group]
         square = centred**2 @ member / (width - 1)
         cube = centred**3 @ member * width / ((width - 1) * (width - 2)).clamp_min(1)
         size = self.size.clamp_min(1).double()
         of_square = self._weight.square().masked_fill(self.size <= 1, 0.0) @ member
         of_cube = (self._weight**3 * (1 - 1 / size) * (1 - 2 / size)) @ member
-        return Spread(square * of_square.unsqueeze(1), (cube * of_cube.unsqueeze(1)).sum(-1), width - 1)
+        variance, third = square * of_square.unsqueeze(1), (cube * of_cube.unsqueeze(1)).sum(-1)
+        return Estimates.of(self.count, (self.size > 0).sum(-1), mean, variance, third, width - 1, heads)
 
     @property
     def _weight(self) -> Tensor:
@@ -77,16 +80,41 @@ class QuerySample:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """Central moments of an estimate about the truth.
+class Estimates:
+    """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
 
-    `variance` (B, Hq, groups): the share of each group of strata; `freedom` (groups,): its degrees of freedom. `third`
-    (B, Hq): the third moment.
+    `count` (P,) queries in each, `drawn` (P,) how many of them were answered exactly, `heads` (P,) the numbers of their
+    heads, `mean` (P,) the estimates, `variance` (P, G) the share of each group of queries in the variance of `mean`,
+    `third` (P,) its third central moment, `freedom` (G,) the groups' degrees of freedom. On the CPU, float64 but for
+    `heads`.
     """
 
+    count: Tensor
+    drawn: Tensor
+    heads: Tensor
+    mean: Tensor
     variance: Tensor
     third: Tensor
     freedom: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        count: Tensor,
+        drawn: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        third: Tensor,
+        freedom: Tensor,
+        heads: Tensor | None,
+    ) -> Estimates:
+        """From `count` and `drawn` (B,), `mean` and `third` (B, H), `variance` (B, H, G)."""
+        heads = torch.arange(mean.shape[1]) if heads is None else heads
+        count, drawn = (x.unsqueeze(-1).expand_as(mean) for x in (count, drawn))
+        rows = (x.to("cpu", torch.float64).flatten(0, 1) for x in (count, drawn, mean, variance, third))
+        count, drawn, mean, variance, third = rows
+        heads = heads.cpu().repeat(len(mean) // len(heads))
+        return cls(count, drawn, heads, mean, variance, third, freedom.to("cpu", torch.float64))
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:

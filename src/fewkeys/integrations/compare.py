@@ -19,9 +19,8 @@ from fewkeys.captures.capture import Capture
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.integrations.effect import Batch, effects
 from fewkeys.judge.exact import blocks, exact
-from fewkeys.judge.layer import Entry, judge_block, time_block
-from fewkeys.judge.result import Report, plain
-from fewkeys.judge.row import Row, Skipped
+from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
+from fewkeys.judge.result import Report, Row, Skipped, plain
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -74,7 +73,8 @@ def compare(
     entries, budgets = _entries([plans] if isinstance(plans, Plan | ModelPlan) else plans, capture)
     passes = capture.layers + (0 if model is None else 1)
     counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
-    shape = _judge_layers(capture, entries, eps, seed, impl, counter)
+    keys = HeaviestKeys(capture.layers, capture.query_heads)
+    shape = _judge_layers(capture, entries, eps, seed, impl, counter, keys)
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
@@ -92,6 +92,7 @@ def compare(
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
         skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
+        sample=keys.sample(),
     )
 
 
@@ -132,7 +133,8 @@ def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
                 )
             entry_budget = None if isinstance(plan, Plan) and plan.keep is None else budget
             if all((name, entry_budget) != (other.name, other.budget) for other in entries):
-                entries.append(Entry(name, entry_budget, plan, Tally(capture.layers, capture.query_heads)))
+                tally = Tally(capture.layers, capture.query_heads)
+                entries.append(Entry(name, entry_budget, plan, tally, kept=[[] for _ in range(capture.layers)]))
     if not entries:
         raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
     return entries, [budget for budget, _ in groups if budget is not None]
@@ -150,9 +152,9 @@ def _lengths(capture: Capture) -> list[int]:
 
 
 def _judge_layers(
-    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, counter: _Counter
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, counter: _Counter, keys: HeaviestKeys
 ) -> list[int]:
-    """Fill the tallies and timings of all entries. Returns the shape that was timed."""
+    """Fill the tallies and timings of all entries, and the sample. Returns the shape that was timed."""
     shape: list[int] = []
     repeats = math.ceil(TIMED / capture.layers)
     for layer in range(capture.layers):
@@ -163,11 +165,15 @@ def _judge_layers(
             for number, block in enumerate(cut):
                 fraction = len(call.query) / len(cut)
                 truth = exact(block, eps)
+                is_first = index == block.sequence == 0
+                if is_first:
+                    keys.add(layer, truth)
                 counter(fraction, what)
                 for entry in entries:
                     if entry.reason is None:
                         try:
-                            judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}", impl)
+                            where = f"{seed}/{layer}/{index}/{number}"
+                            judge_block(entry, layer, block, truth, where, impl, keys if is_first else None)
                         except ValueError as error:
                             entry.reason = str(error)
                     if entry.reason is None and not timed:
@@ -198,7 +204,8 @@ def _judge_model(
 def _row(entry: Entry, capture: Capture) -> Row:
     """The numbers of a finished entry."""
     tally, effect = entry.tally, entry.effect
-    error, held = tally.mean("errors"), tally.mean("masses")
+    means = tally.means()
+    error, mass = means["error"], means["mass"]
     worst = int(error.argmax())
     heavy = float(tally.heavy.sum())
     return Row(
@@ -207,13 +214,13 @@ def _row(entry: Entry, capture: Capture) -> Row:
         kind=entry.kind,
         plan=str(entry.plan),
         config=plain(entry.plan.to_dict()),
-        slots=tally.overall("slots"),
-        error=tally.overall("errors"),
+        slots=float(means["slots"].mean()),
+        error=float(error.mean()),
         error_p50=tally.quantile(0.5),
         error_p90=tally.quantile(0.9),
         worst_head=list(divmod(worst, capture.query_heads)),
         worst_head_error=float(error.flatten()[worst]),
-        mass=tally.overall("masses"),
+        mass=float(mass.mean()),
         recall=float(tally.heavy_kept.sum()) / heavy if heavy else None,
         cosine=None if effect is None else effect.cosine,
         cosine_min=None if effect is None else effect.cosine_min,
@@ -222,15 +229,16 @@ def _row(entry: Entry, capture: Capture) -> Row:
         exact_ms=median(entry.exact_ms),
         per_layer={
             "error": error.mean(1).tolist(),
-            "mass": held.mean(1).tolist(),
+            "mass": mass.mean(1).tolist(),
             "recall": _listed(tally.heavy_kept.sum(1) / tally.heavy.sum(1)),
-            "slots": tally.mean("slots").mean(1).tolist(),
+            "slots": means["slots"].mean(1).tolist(),
         },
         per_head={
             "error": error.tolist(),
-            "mass": held.tolist(),
+            "mass": mass.tolist(),
             "recall": [_listed(row) for row in tally.heavy_kept / tally.heavy],
         },
+        kept=entry.kept,
     )
 
 

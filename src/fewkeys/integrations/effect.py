@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 from fewkeys.core.impl import Impl
 from fewkeys.integrations.interface import unwrapped
 from fewkeys.integrations.transformers import apply
-from fewkeys.judge.row import Effect
+from fewkeys.judge.result import Effect
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 

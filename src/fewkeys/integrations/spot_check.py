@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.guard.fallback import QUERIES
+from fewkeys.guard.sample import Estimates
 from fewkeys.integrations.interface import attention_modules, unwrapped
 from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
-from fewkeys.judge.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
+from fewkeys.judge.spot_check import SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _check_model(
     model = unwrapped(model)
     check_readable(model)
     plans = plans_per_layer(plan, attention_modules(model))
-    checks: list[list[CallCheck]] = [[] for _ in plans]
+    checks: list[list[Estimates]] = [[] for _ in plans]
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 

@@ -158,22 +158,45 @@ class _Sampled:
         free = (visible(x, start, stop) & ~kept).flatten(0, 2)
         log = self.codes.log_weights(query).flatten(0, 2).masked_fill(~free, -torch.inf)
         head = torch.arange(len(self.key), device=query.device).repeat_interleave(query.shape[2])
-        rows = _Rows(self, query.flatten(0, 2), head, kept.flatten(0, 2))
+        query = query.flatten(0, 2)
+        top, total, sums = self._of_kept(query, head, kept.flatten(0, 2))
         place, log_chance, log_sum = self._draw(log)
         longest = (self.length[head] * free).amax(-1)
-        output, bar = rows.kept / positive(rows.total).unsqueeze(-1), torch.zeros_like(rows.total)
-        drawn = torch.zeros_like(rows.total, dtype=torch.int32)
+        output, bar = sums / positive(total).unsqueeze(-1), torch.zeros_like(total)
+        drawn = torch.zeros_like(total, dtype=torch.int32)
         live = free.any(-1).nonzero().squeeze(-1)
         for count in self.looks:
             if not len(live):
                 break
-            score, values = rows.read(live, place[live, :count])
-            sample = _Sample(rows, live, score - log_chance[live, :count], values, log_sum[live], longest[live])
-            output[live], bar[live] = sample.estimate(self.miss)
+            score, values = self._read(query[live], head[live], place[live, :count])
+            log_ratio = score - log_chance[live, :count]
+            # In units of the largest weight or ratio of a query.
+            shift = torch.maximum(top[live], log_ratio.amax(-1))
+            unit, ratio = (top[live] - shift).exp(), (log_ratio - shift.unsqueeze(-1)).exp()
+            of_kept = total[live] * unit, sums[live] * unit.unsqueeze(-1)
+            bounds = (log_sum[live] - shift).exp(), longest[live]
+            output[live], bar[live] = _estimate(ratio, values, of_kept, bounds, self.miss)
             drawn[live] = count
             live = live[bar[live] > self.error]
         shape = (x.batch, x.query_heads, stop - start)
         return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
+
+    def _of_kept(self, query: Tensor, head: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of R queries and the keys (R, N) they keep: the largest score `top` (R,), and, relative to exp(top), the sums
+        of weights (R,) and of weighted values (R, Dv).
+        """
+        used, place = kept.byte().topk(int(kept.sum(-1).max()), -1)
+        score, values = self._read(query, head, place)
+        score = score.masked_fill(used == 0, -torch.inf)
+        top = torch.cat([score, score.new_full((len(score), 1), -torch.inf)], -1).amax(-1)
+        weight = (score - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(-1)).exp()
+        return top, weight.sum(-1), (weight.unsqueeze(-2) @ values).squeeze(-2)
+
+    def _read(self, query: Tensor, head: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (R, C) and values (R, C, Dv), float64, of the keys at `place` (R, C) of R queries."""
+        head = head.unsqueeze(-1)
+        score = (self.key[head, place] @ query.unsqueeze(-1)).squeeze(-1)
+        return score.double(), self.value[head, place].double()
 
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys (R, most) by their weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
@@ -192,53 +215,23 @@ class _Sampled:
         return place, log.gather(-1, place) - log_sum.unsqueeze(-1), log_sum + top.squeeze(-1)
 
 
-class _Rows:
-    """Rows of queries: `top` (R,) the largest score of a kept key, and, relative to exp(top), `total` (R,) and `kept`
-    (R, Dv), sums of weights and of weighted values.
+def _estimate(
+    ratio: Tensor, values: Tensor, of_kept: tuple[Tensor, Tensor], bounds: tuple[Tensor, Tensor], miss: float
+) -> tuple[Tensor, Tensor]:
+    """The outputs (R, Dv), and bars (R,) which are missed with a probability of at most `miss`.
+
+    ratio (R, m), values (R, m, Dv): of the draws; of_kept (R,) and (R, Dv): sums of the kept keys' weights and weighted
+    values; bounds (R,): of ratios, and of the lengths of values.
     """
-
-    def __init__(self, sampled: _Sampled, query: Tensor, head: Tensor, kept: Tensor) -> None:
-        self.sampled, self.query, self.head = sampled, query, head
-        count = int(kept.sum(-1).max())
-        used, place = kept.byte().topk(count, -1)
-        score, values = self.read(torch.arange(len(query), device=query.device), place)
-        score = score.masked_fill(used == 0, -torch.inf)
-        self.top = torch.cat([score, score.new_full((len(score), 1), -torch.inf)], -1).amax(-1)
-        weight = (score - self.top.masked_fill(self.top == -torch.inf, 0.0).unsqueeze(-1)).exp()
-        self.total, self.kept = weight.sum(-1), (weight.unsqueeze(-2) @ values).squeeze(-2)
-
-    def read(self, rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (R, C) and values (R, C, Dv), float64, of the keys at `place` (R, C) for some rows (R,)."""
-        head = self.head[rows].unsqueeze(-1)
-        score = (self.sampled.key[head, place] @ self.query[rows].unsqueeze(-1)).squeeze(-1)
-        return score.double(), self.sampled.value[head, place].double()
-
-
-class _Sample:
-    """Draws of rows of queries, in units of the largest weight or ratio of a row."""
-
-    def __init__(
-        self, rows: _Rows, live: Tensor, log_ratio: Tensor, values: Tensor, log_sum: Tensor, longest: Tensor
-    ) -> None:
-        shift = torch.maximum(rows.top[live], log_ratio.amax(-1))
-        unit = (rows.top[live] - shift).exp()
-        self.ratio, self.values = (log_ratio - shift.unsqueeze(-1)).exp(), values
-        self.total, self.kept = rows.total[live] * unit, rows.kept[live] * unit.unsqueeze(-1)
-        self.sum, self.longest = (log_sum - shift).exp(), longest
-
-    def estimate(self, miss: float) -> tuple[Tensor, Tensor]:
-        """The outputs (R, Dv), and bars (R,) which are missed with a probability of at most `miss`."""
-        count = self.ratio.shape[-1]
-        total = self.total + self.ratio.mean(-1)
-        weight = (self.ratio / count).unsqueeze(-2)
-        output = (self.kept + (weight @ self.values).squeeze(-2)) / total.unsqueeze(-1)
-        apart = self.ratio.unsqueeze(-1) * (self.values - output.unsqueeze(-2))
-        deviation = apart.var(-2).sum(-1).sqrt(), self.ratio.std(-1)
-        length = output.norm(dim=-1)
-        bound = self.sum * (self.longest + length), self.sum
-        off, lost = (half_width(*of, count, miss) for of in zip(deviation, bound, strict=True))
-        radius = _quotient(off, total - lost)
-        return output, _quotient(radius, length - radius)
+    count = ratio.shape[-1]
+    total = of_kept[0] + ratio.mean(-1)
+    output = (of_kept[1] + ((ratio / count).unsqueeze(-2) @ values).squeeze(-2)) / total.unsqueeze(-1)
+    apart = ratio.unsqueeze(-1) * (values - output.unsqueeze(-2))
+    length, (largest, longest) = output.norm(dim=-1), bounds
+    off = half_width(apart.var(-2).sum(-1).sqrt(), largest * (longest + length), count, miss)
+    lost = half_width(ratio.std(-1), largest, count, miss)
+    radius = _quotient(off, total - lost)
+    return output, _quotient(radius, length - radius)
 
 
 def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:

@@ -24,10 +24,11 @@ BLOCK = 2**25
 class Block(AttentionInputs):
     """Some sequences and heads of one attention call, without padding: every query and key is real.
 
-    `heads`: which query heads of the call.
+    `heads`: which query heads of the call; `sequence`: the first of its sequences.
     """
 
     heads: slice = field(default_factory=lambda: slice(None))
+    sequence: int = 0
 
     @property
     def bias(self) -> Tensor | None:
@@ -42,21 +43,14 @@ class Block(AttentionInputs):
 class Exact:
     """The weights and the output of exact attention in a block.
 
-    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,) counts the keys that a query sees. `heavy` (M,) are
-    the positions of the weights >= eps in `weights.flatten()`, and `heavy_per_head` (H,) counts them.
+    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,) counts the keys that a query sees. `heavy`
+    (B, H, N, Nk) marks the weights >= eps.
     """
 
     weights: Tensor
     output: Tensor
     visible: Tensor
     heavy: Tensor
-    heavy_per_head: Tensor
-
-    def count(self, kept: Tensor) -> Tensor:
-        """The number of kept heavy entries of each head (H,); `kept` (M,) has a flag for each of `heavy`."""
-        heads = self.weights.shape[1]
-        head = self.heavy // (self.weights.shape[2] * self.weights.shape[3]) % heads
-        return torch.bincount(head[kept], minlength=heads)
 
 
 def blocks(call: AttentionInputs) -> Iterator[Block]:
@@ -90,11 +84,11 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
             query_heads = slice(h * group, min((h + heads) * group, query.shape[1]))
             arguments = (q[:, query_heads], k[:, part], v[:, part], call.scale, call.is_causal)
             bias = None if call.distance_bias is None else call.distance_bias[query_heads]
-            yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads)
+            yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads, sequence=b)
 
 
 def exact(block: Block, eps: float) -> Exact:
-    """Weights, output and entries >= eps of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
+    """Weights, output and heavy entries of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
     group = block.query.shape[1] // block.key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
@@ -107,10 +101,7 @@ def exact(block: Block, eps: float) -> Exact:
         weights.masked_fill_(~seen, float("-inf"))
         visible = seen.sum(-1)
     weights = weights.softmax(-1)
-    heavy = (weights >= eps).flatten().nonzero().squeeze(-1)
-    head = heavy // (queries * keys) % weights.shape[1]
-    per_head = torch.bincount(head, minlength=weights.shape[1])
-    return Exact(weights, weights @ value, visible, heavy, per_head)
+    return Exact(weights, weights @ value, visible, weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,48 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.flow import Choice, by_plan, canonicalise, choose, run, select
 from fewkeys.judge.exact import Block, Exact, kept_mass
-from fewkeys.judge.row import Effect
+from fewkeys.judge.result import Effect, Sample
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
+
+QUERIES, HEADS = 4, 512
+"""Queries of a sample, in models of up to so many heads in all: larger ones have fewer, but at least one."""
+HEAVIEST = 16
+"""Keys of a query in a sample."""
+
+
+class HeaviestKeys:
+    """Collects the keys with the largest weights of a few queries of the first sequence."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
+        self.queries = torch.empty(0, dtype=torch.long, device="cpu")
+        self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.weights: list[list[Tensor]] = [[] for _ in range(layers)]
+
+    def add(self, layer: int, truth: Exact) -> None:
+        """Collect the keys of a block that begins with the first sequence."""
+        weights = truth.weights[0]
+        length = weights.shape[1]
+        count = min(self.count, length)
+        self.queries = torch.arange(1, 2 * count, 2, device=weights.device) * length // (2 * count)
+        largest, keys = weights[:, self.queries].topk(min(HEAVIEST, weights.shape[2]))
+        self.keys[layer].append(keys)
+        self.weights[layer].append(largest)
+
+    def kept(self, layer: int, edges: Tensor) -> list[str]:
+        """Of `edges` (H, N, Nk) of the block that was added last: for each head, a flag for each key collected."""
+        flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
+        return ["".join("01"[flag] for flag in head) for head in flags.flatten(1).int().tolist()]
+
+    def sample(self) -> Sample | None:
+        """What was collected; None if there was nothing."""
+        if not all(self.keys):
+            return None
+        keys = [torch.cat(parts).tolist() for parts in self.keys]
+        weights = [(torch.cat(parts).double() * 1e4).round().div(1e4).tolist() for parts in self.weights]
+        return Sample(self.queries.tolist(), keys, weights)
 
 
 @dataclass
@@ -35,6 +73,7 @@ class Entry:
     ms: list[float] = field(default_factory=list)
     exact_ms: list[float] = field(default_factory=list)
     effect: Effect | None = None
+    kept: list[list[str]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -60,14 +99,20 @@ class Entry:
         return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
 
 
-def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl) -> None:
-    """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally."""
+def judge_block(
+    entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl, keys: HeaviestKeys | None
+) -> None:
+    """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally.
+
+    `keys`: where the block begins with the first sequence, the sample to take.
+    """
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
     parts = list(by_plan(inputs, entry.plans(layer, block)))
     if len(parts) == 1 and parts[0][0].keep is None:
         output = run(choose(parts[0][0], inputs))
-        mass, slots, heavy_kept = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
+        mass, slots = truth.weights.new_ones(()), truth.visible
+        edges = torch.ones((), dtype=torch.bool, device=output.device).expand(truth.weights.shape)
     else:
         output = torch.empty_like(truth.output)
         edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
@@ -84,14 +129,16 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
             edges[:, heads] = graph.mask(first, last)
             price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
         mass, slots = kept_mass(truth.weights, edges)
-        heavy_kept = truth.count(edges.flatten()[truth.heavy])
         # A head that keeps every key has no stand-ins to pay for.
         slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     errors = relative_error(output.float(), truth.output)
     mass, slots = mass.expand_as(errors), slots.expand_as(errors)
-    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, heavy_kept)
+    heavy, heavy_kept = (marks.sum((0, 2, 3)) for marks in (truth.heavy, truth.heavy & edges))
+    entry.tally.add(layer, block.heads, errors, mass, slots, heavy, heavy_kept)
+    if keys is not None:
+        entry.kept[layer] += keys.kept(layer, edges[0])
 
 
 def _graph(choice: Choice) -> Graph:

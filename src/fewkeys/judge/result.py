@@ -9,26 +9,132 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from fewkeys.core.clock import in_words
+from fewkeys.core.columns import aligned
 from fewkeys.core.files import write_whole
-from fewkeys.core.records import build, parse, seal, unseal
-from fewkeys.judge.checked import SIZES, check_report, check_times
-from fewkeys.judge.row import Row, Skipped, WholeTime
-from fewkeys.judge.short import as_html, as_text
+from fewkeys.core.records import CHECKSUM, build, parse, seal, unseal
 
 SCHEMA = "fewkeys.report/1"
+SHOWN = 16
+"""`print(report)` shows all rows if there are at most so many."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan at one budget, judged over every layer, head and valid query.
+
+    The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
+
+    Attributes:
+        name: what the row is called; together with `budget` it is unique in a report.
+        budget: the requested slots; None for a plan that was not made for a budget (exact attention).
+        kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
+        plan: the plan in words; `config` is the same plan as `Plan.to_dict()` gives it.
+        slots: mean slots used per query: kept keys plus the price of the stand-ins.
+        error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the
+            same population (to within 0.1 percent, from a histogram).
+        worst_head: [layer, head] with the largest mean error, which is `worst_head_error`.
+        mass: mean share of the exact attention weight of a query that lies on its kept keys.
+        recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
+        cosine: mean over sequences of the cosine between the mean-pooled last hidden states of the exact model and of
+            the model with this plan in every layer; `cosine_min` is the worst sequence. `token_cosine` is the mean
+            over tokens of the cosine between their last hidden states. All None if no model was given.
+        ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`).
+        exact_ms: the same for exact attention (`scaled_dot_product_attention`), measured in turns with the plan.
+        per_layer: lists of length `layers` under "error", "mass", "recall" and "slots".
+        per_head: lists of `layers` lists of `query_heads` numbers under "error", "mass" and "recall".
+        kept: for each layer and query head, which keys of `Report.sample` the plan keeps: a character for each query
+            and key, in their order, "1" for kept.
+    """
+
+    name: str
+    budget: int | None
+    kind: str
+    plan: str
+    config: dict[str, Any]
+    slots: float
+    error: float
+    error_p50: float
+    error_p90: float
+    worst_head: list[int]
+    worst_head_error: float
+    mass: float
+    recall: float | None
+    cosine: float | None
+    cosine_min: float | None
+    token_cosine: float | None
+    ms: float
+    exact_ms: float
+    per_layer: dict[str, list[float | None]] = field(repr=False)
+    per_head: dict[str, list[list[float | None]]] = field(repr=False)
+    kept: list[list[str]] = field(default_factory=list, repr=False)
+
+    @property
+    def label(self) -> str:
+        return self.name if self.budget is None else f"{self.name}, {self.budget} slots"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of a plan on the whole model: `cosine`, `cosine_min` and `token_cosine` of a `Row`."""
+
+    cosine: float
+    cosine_min: float
+    token_cosine: float
+
+
+@dataclass(frozen=True)
+class WholeTime:
+    """A whole model of the same shape, one text of `length` tokens: median milliseconds over `turns`.
+
+    `name` and `budget` are those of a `Row`, whose plan runs in every layer; `exact_ms` was measured in turns with it.
+    """
+
+    name: str
+    budget: int | None
+    length: int
+    turns: int
+    ms: float
+    exact_ms: float
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
+
+    name: str
+    budget: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A few queries of the first sequence, and the keys with their largest weights in exact attention.
+
+    Attributes:
+        tokens: of the sequence, as its tokenizer writes them; empty if unknown.
+        queries: the positions of the queries.
+        keys, weights: for each layer, query head and query, the positions of its keys and their weights, the heaviest
+            first.
+    """
+
+    queries: list[int]
+    keys: list[list[list[list[int]]]] = field(repr=False)
+    weights: list[list[list[list[float]]]] = field(repr=False)
+    tokens: list[str] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
 class Report:
     """All rows of one comparison, and the settings to repeat it.
 
-    The JSON form is an object with these keys and `"schema": "fewkeys.report/1"`; `Row` and `Skipped` describe the
-    objects in `rows`, `skipped`
-    and `whole_times`. Numbers that do not exist are null, never NaN. Nothing depends on the date. Only
-    times, `versions` and `machine` depend on the machine (up to rounding).
+    The JSON form is an object with these keys, `"schema": "fewkeys.report/1"` and a checksum. Numbers that do not exist
+    are null, never NaN. Nothing depends on the date. Only times, `versions` and `machine` depend on the machine (up to
+    rounding).
 
     Attributes:
         model: name or folder of the model.
@@ -42,6 +148,7 @@ class Report:
         rows: one per plan and budget, in the order given.
         skipped: plans that gave no row.
         whole_times: of whole models at other lengths, where they were asked for (`fewkeys compare --lengths`).
+        sample: a few queries in detail; None where the first sequence is all padding.
     """
 
     model: str
@@ -60,12 +167,19 @@ class Report:
     rows: list[Row]
     skipped: list[Skipped]
     whole_times: list[WholeTime] = field(default_factory=list)
+    sample: Sample | None = None
 
     def __str__(self) -> str:
-        return as_text(self.rows, self.skipped)
+        """All rows if there are few; else exact attention, the oracles, and the methods that no other one beats."""
+        front = self.front()
+        chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
+        lines, _ = aligned([_cells(row) for row in chosen])
+        left = len(self.rows) - len(chosen)
+        notes = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
+        return "\n".join([*lines, *notes, *(f"left out: {item.name}: {item.reason}" for item in self.skipped)])
 
     def _repr_html_(self) -> str:
-        return as_html(self.rows, self.skipped)
+        return f"<pre>{escape(str(self))}</pre>"
 
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget (budget None: the only row of that name)."""
@@ -77,12 +191,39 @@ class Report:
             )
         return matches[0]
 
+    def front(self) -> list[Row]:
+        """The methods that no other one beats, by slots: no other has both less error and no more slots."""
+        rows: list[Row] = []
+        for row in sorted(self._of_kind("method"), key=lambda row: (row.slots, row.error)):
+            if not rows or row.error < rows[-1].error:
+                rows.append(row)
+        return rows
+
+    def best(self, budget: int | None) -> Row | None:
+        """The method with the least error among the rows of `budget` that used no more slots; None if there is none."""
+        limit = float("inf") if budget is None else budget + 1e-6
+        fair = [row for row in self._of_kind("method") if row.budget == budget and row.slots <= limit]
+        return min(fair, key=lambda row: row.error, default=None)
+
+    def oracle(self, budget: int | None) -> Row | None:
+        """The oracle with the least error at `budget`, a bound for methods; None if there is none."""
+        bounds = [row for row in self._of_kind("oracle") if row.budget == budget]
+        return min(bounds, key=lambda row: row.error, default=None)
+
+    def _of_kind(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row.kind == kind]
+
+    def times_of(self, row: Row) -> list[WholeTime]:
+        """The times of whole models under a row's plan, by length."""
+        times = [item for item in self.whole_times if (item.name, item.budget) == (row.name, row.budget)]
+        return sorted(times, key=lambda item: item.length)
+
     def with_settings(self, **more: Any) -> Report:
         """The same report with more settings noted (they must be JSON values)."""
         return replace(self, settings=plain({**self.settings, **more}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object described above, made of dicts, lists, strings and numbers."""
+        """The JSON object described above, made of dicts, lists, strings and numbers, without the checksum."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -92,29 +233,38 @@ class Report:
             got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
         try:
-            report = build(cls, {key: value for key, value in data.items() if key != "schema"})
-            sizes = {name: getattr(report, name) for name in SIZES}
-            check_report(sizes, report.settings, report.machine, report.rows, report.skipped)
-            check_times(report.whole_times, report.rows)
+            return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})
         except ValueError as error:
             raise ValueError(f"data: {error}") from None
-        return report
 
     def to_json(self) -> str:
-        """The JSON text, indented, ending in a newline."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        """The JSON text, with its checksum, indented, ending in a newline."""
+        return json.dumps(seal(self.to_dict()), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON text to `path`, whole or not at all."""
-        write_whole(path, json.dumps(seal(self.to_dict()), indent=1, allow_nan=False) + "\n")
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read what `save` wrote. Raises ValueError if the file is not such a report."""
+        """Read what `save` wrote, unchanged: the checksum shows it. Raises ValueError for other files."""
         try:
-            return cls.from_dict(unseal(parse(Path(path).read_bytes())))
+            return cls.from_dict(unseal(parse(Path(path).read_bytes()), required=True))
         except ValueError as error:
             raise ValueError(f"path: expected a JSON report, got {os.fspath(path)!r} ({error})") from error
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "plan": row.name,
+        "asked": "" if row.budget is None else str(row.budget),
+        "slots": f"{row.slots:.1f}",
+        "error": f"{row.error:.3f}",
+        "p90": f"{row.error_p90:.3f}",
+        "cosine": "" if row.cosine is None else f"{row.cosine:.4f}",
+        "time": in_words(row.ms),
+        "speed": f"{row.exact_ms / row.ms:.2f}",
+    }
 
 
 def plain(value: Any) -> Any:

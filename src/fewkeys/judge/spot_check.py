@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.flow import by_plan, check_plan, checked, choose, run
 from fewkeys.guard.fallback import QUERIES
-from fewkeys.guard.interval import Estimates, estimates, pool
-from fewkeys.guard.sample import Spread, draw, real_queries, sampled_errors, uniform
+from fewkeys.guard.interval import pool
+from fewkeys.guard.sample import Estimates, draw, real_queries, sampled_errors, uniform
 from fewkeys.plan import Plan
 
 
@@ -51,19 +51,6 @@ class SpotCheck:
         return "\n".join([text, *(f"  layer {i}: {layer}" for i, layer in enumerate(self.per_layer))])
 
 
-@dataclass(frozen=True, eq=False)
-class CallCheck:
-    """The estimates of one attention call, and how many queries were computed exactly (`queries`) out of all (`of`).
-
-    `heads` (P,) is the query head of each population of `estimates`.
-    """
-
-    estimates: Estimates
-    heads: Tensor
-    queries: int
-    of: int
-
-
 def check_tensors(
     query: Tensor,
     key: Tensor,
@@ -89,7 +76,7 @@ def check_options(queries: int, confidence: float) -> None:
 
 def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
-) -> list[CallCheck]:
+) -> list[Estimates]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
     # Errors are relative, and squares of large outputs would overflow.
     inputs, _ = rescaled(inputs.clear())
@@ -100,48 +87,37 @@ def check_call(
     ]
 
 
+@torch.no_grad()
 def _check_part(
     inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
-) -> CallCheck:
-    with torch.no_grad():
-        shape = (inputs.batch, inputs.query_heads)
-        where = heads.expand(shape).flatten()
-        choice = choose(plan.never_exact(), inputs)
-        output = run(choice)
-        if choice.is_exact:
-            count = real_queries(inputs).sum(-1)
-            zero = torch.zeros(shape, dtype=torch.float64, device="cpu")
-            result = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, zero.new_ones(1)))
-            return CallCheck(result, where, 0, int(count.sum()) * inputs.query_heads)
-        sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
-        errors = sampled_errors(inputs, plan.weights, output, sample)
-        result = estimates(sample.count, sample.mean(errors), sample.spread(errors))
-        used = int((sample.size > 0).sum()) * inputs.query_heads
-        return CallCheck(result, where, used, int(sample.count.sum()) * inputs.query_heads)
+) -> Estimates:
+    shape = (inputs.batch, inputs.query_heads)
+    choice = choose(plan.never_exact(), inputs)
+    output = run(choice)
+    if choice.is_exact:
+        count = real_queries(inputs).sum(-1)
+        zero = torch.zeros(shape, dtype=torch.float64, device=count.device)
+        return Estimates.of(count, zero[:, 0], zero, zero.unsqueeze(-1), zero, zero.new_ones(1), heads)
+    sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
+    return sample.estimates(sampled_errors(inputs, plan.weights, output, sample), heads)
 
 
-def summary(checks: Sequence[CallCheck], confidence: float) -> SpotCheck:
+def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
     """The result over all calls of one layer (or one call)."""
-    error, low, high = pool([check.estimates for check in checks], confidence)
     heads = 1 + max(int(check.heads.max()) for check in checks)
     total, weight = torch.zeros(2, heads, dtype=torch.float64, device="cpu")
     for check in checks:
-        total.index_add_(0, check.heads, check.estimates.count * check.estimates.mean)
-        weight.index_add_(0, check.heads, check.estimates.count)
-    return SpotCheck(
-        error,
-        low,
-        high,
-        confidence,
-        sum(check.queries for check in checks),
-        sum(check.of for check in checks),
-        per_head=tuple((total / weight.clamp_min(1)).tolist()),
-    )
+        total.index_add_(0, check.heads, check.count * check.mean)
+        weight.index_add_(0, check.heads, check.count)
+    return _pooled(checks, confidence, per_head=tuple((total / weight.clamp_min(1)).tolist()))
 
 
-def overall(checks: Sequence[Sequence[CallCheck]], confidence: float) -> SpotCheck:
+def overall(checks: Sequence[Sequence[Estimates]], confidence: float) -> SpotCheck:
     """The result over all layers, given the calls of each."""
     layers = tuple(summary(calls, confidence) for calls in checks)
-    error, low, high = pool([check.estimates for calls in checks for check in calls], confidence)
-    queries, of = sum(layer.queries for layer in layers), sum(layer.of for layer in layers)
-    return SpotCheck(error, low, high, confidence, queries, of, per_layer=layers)
+    return _pooled([call for calls in checks for call in calls], confidence, per_layer=layers)
+
+
+def _pooled(checks: Sequence[Estimates], confidence: float, **parts: Any) -> SpotCheck:
+    drawn, of = (sum(int(getattr(check, name).sum()) for check in checks) for name in ("drawn", "count"))
+    return SpotCheck(*pool(checks, confidence), confidence, drawn, of, **parts)

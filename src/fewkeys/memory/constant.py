@@ -9,7 +9,7 @@ larger still, so no unit would serve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +24,8 @@ from fewkeys.core.weights import Softmax
 from fewkeys.memory.attend import attend
 from fewkeys.memory.base import Rules, named_dtype, named_rows
 from fewkeys.memory.parts import Parts, parts_of
-from fewkeys.past.evicted import Evicted
-from fewkeys.past.scan import advance
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens, unheld
+from fewkeys.past.tokens import Tokens
 from fewkeys.plan import Plan
 
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
@@ -103,19 +101,10 @@ class Constant(Fields):
         return replace(memory, state=memory.state.crop(count))
 
     def merge(self, other: Constant) -> Constant:
-        parts, start = self.parts, self.state.length
-        if start % parts.unit:
-            raise ValueError(f"other: expected this stream to stand at a multiple of {parts.unit} tokens, got {start}")
-        one = self
-        if one._is_double != other._is_double:
-            one, other = one.changed(_double), other.changed(_double)
-        one = one._moved()
-        after = one.state.merge(other.state, sinks=parts.sinks, tilted=one._tilted)
-        released = [other.state.sinks.tokens().moved(start)]
-        evicted = one._evicted(parts.near_from(start), parts.near_from(after.moved), released, after.sinks.tokens())
-        after = after.absorb(evicted, tilted=one._tilted).trim(parts.needed_from(after.moved))
-        # What was held before knows nothing of what came from the other.
-        return replace(one, state=after, before=())
+        raise ValueError(
+            f"other: expected streams of a KeyScan, which hold every key, got {self.rules.plan}, whose memory of a "
+            "fixed size cannot be joined; append the tokens themselves"
+        )
 
     def like(self) -> tuple[Tensor, Tensor]:
         return self.state.near.key, self.state.near.value
@@ -153,18 +142,14 @@ class Constant(Fields):
         if self.rules.undo:
             now = replace(self, before=())
             before = (*(old for old in before if old.state.length > start - self.rules.undo), now)
-        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start), [], state.sinks.tokens())
-        _, state = advance(state, Evicted.at_once(evicted), parts.unit, tilted=self._tilted)
+        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start))
+        state = state.advance(evicted, tilted=self._tilted)
         return replace(self, state=state.trim(parts.needed_from(start)), before=before)
 
-    def _evicted(self, start: int, stop: int, released: Sequence[Tokens], kept: Tokens) -> Tokens:
-        """The near tokens from `start` on and the released ones, before `stop`, that nobody keeps any more.
-
-        None where no means stand in for them.
-        """
-        if not self.parts.means:
-            return self.state.near.between(0, 0).tokens()
-        return unheld([self.state.near.between(start, stop).tokens(), *released], [kept], stop)
+    def _evicted(self, start: int, stop: int) -> Tokens:
+        """The near tokens at the places start .. stop - 1 that are no sinks; none where no means stand in for them."""
+        near = self.state.near.between(start, stop if self.parts.means else start)
+        return near.tokens().but(self.state.sinks.tokens())
 
 
 def _double(part: Tensor) -> Tensor:

@@ -172,9 +172,8 @@ class Stream:
     def merge(self, other: Stream) -> None:
         """Go on as if the tokens of `other`, a stream of the same plan, had come after these.
 
-        `other` saw them without this past: its outputs are its own, and its memory becomes part of this one. Nothing is
-        counted twice or lost. Every sequence must stand between two blocks of real tokens, since blocks are absolute.
-        Raises `ValueError` for another plan or other shapes.
+        `other` saw them without this past: its outputs are its own, and its keys become part of this memory. Raises
+        `ValueError` for memory of a fixed size, for another plan or other shapes.
         """
         self._settle()
         other._settle()

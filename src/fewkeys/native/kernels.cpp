@@ -8,7 +8,6 @@
 #include "keys.h"
 #include "lloyd.h"
 #include "near_cohorts.h"
-#include "scan.h"
 #include "scan_attend.h"
 #include "tilts.h"
 
@@ -46,10 +45,6 @@ EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(halve, Halves)
 
-FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
-  return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
-}
-
 // From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
@@ -86,7 +81,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
-  SIZE_OF(Past);
   SIZE_OF(HalfVariance);
   SIZE_OF(Halves);
   SIZE_OF(Best);

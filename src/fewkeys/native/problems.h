@@ -113,27 +113,6 @@ struct Clustered {
   float near;       // of a squared distance from the mean: the least from a centre
 };
 
-// The means of the past, updated block by block: `fewkeys.past.scan`.
-struct Past {
-  // The state of every key head: read at the beginning, written at the end.
-  float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
-  float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
-  float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
-  // The state at the beginning and after every step.
-  float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
-  // Where the stand-ins and the keys of every step go, and their coefficients there: (B Hkv, steps, M + E); or null.
-  int64_t *place;
-  float *coefficient;
-  // Every step's queries, and the keys that it absorbs.
-  Rows query;               // (B, Hq, steps x S, D)
-  const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
-  Rows key, value;
-  const int64_t *index;  // (B Hkv, steps, E)
-  const uint8_t *real;   // (B Hkv, steps, E)
-  int64_t batch, heads, gqa_ratio, dim, value_dim, count, steps, queries, evicted, tilted;
-  float scale, tilt, lowest;
-};
-
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
     *("columns.h", "matrix.h", "neighbours.h", "near.h", "near_cohorts.h", "blocks.h"),
-    *("keys.h", "frame.h", "lloyd.h", "extent.h", "merge.h", "scan.h"),
+    *("keys.h", "frame.h", "lloyd.h", "extent.h"),
     *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
     *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
 )

@@ -1,9 +1,9 @@
 """The causal past: one state, what leaves it, and the scan that absorbs it.
 
-tokens.py    what is held exactly: near tokens, sinks, and which of those that leave nobody holds
+tokens.py    what is held exactly: near tokens and sinks
 running.py   running moments of queries and keys
-summary.py   stand-ins of all evicted keys: `absorb`, `merged`
-state.py     the three together: what a stream, a cache and a shard hold
-evicted.py   which keys leave at every step: by lists, or by places
-scan.py      the states before and after every step; `native.py` does it compiled, `gradient.py` goes back
+summary.py   stand-ins of all evicted keys: `absorb`
+state.py     the three together: what a stream and a cache hold
+evicted.py   which keys leave the lists of a whole sequence at every step
+scan.py      the stand-ins of a whole sequence before and after every step
 """

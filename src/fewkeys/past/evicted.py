@@ -1,8 +1,7 @@
-"""Which keys leave, and when: as lists say it, or places."""
+"""Which keys leave a sequence's lists, and when."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.past.tokens import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,25 +20,6 @@ class Evicted:
     value: Tensor
     index: Tensor
     real: Tensor
-
-    @staticmethod
-    def at_once(tokens: Tokens) -> Evicted:
-        """One step that absorbs the real ones of these."""
-        index = torch.arange(tokens.count, device=tokens.key.device).expand(tokens.real.shape)
-        return Evicted(tokens.key, tokens.value, index.unsqueeze(2), tokens.real.unsqueeze(2))
-
-    @staticmethod
-    def by_place(tokens: Tokens, first: int, leaving: Sequence[range]) -> Evicted:
-        """At every step the real ones at its places; the tokens stand at `first`, `first + 1`, ..."""
-        device, width = tokens.key.device, max(map(len, leaving), default=0)
-        start, stop = (
-            torch.tensor([getattr(places, end) for places in leaving], dtype=torch.int64, device=device).view(-1, 1)
-            for end in ("start", "stop")
-        )
-        place = start + torch.arange(width, device=device)
-        index = (place - first).clamp(0, max(0, tokens.count - 1)).expand(*tokens.real.shape[:2], -1, -1)
-        real = tokens.real.gather(2, index.flatten(2)).view(index.shape) & (place < stop)
-        return Evicted(tokens.key, tokens.value, index, real)
 
     @staticmethod
     def by_lists(inputs: Inputs, columns: Columns) -> Evicted:

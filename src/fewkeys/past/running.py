@@ -43,9 +43,6 @@ class RunningQueries(Fields):
             self.count + count * query.shape[2], self.total + rows.sum(-2, keepdim=True), self.square + rows.mT @ rows
         )
 
-    def __add__(self, other: RunningQueries) -> RunningQueries:
-        return RunningQueries(*map(torch.add, vars(self).values(), vars(other).values()))
-
     def moments(self) -> QueryMoments:
         """Mean and second moment, with one imagined query of covariance I / D: defined before the first query too."""
         dim = self.total.shape[-1]

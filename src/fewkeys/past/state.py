@@ -20,8 +20,8 @@ class State(Fields):
 
     near: the latest tokens, up to the last one; sinks: the first ones; summary: the stand-ins of keys that were
     evicted; queries: moments of the queries before `moved`. asked (B, Hkv, gqa_ratio, length - moved, D): the scaled
-    queries since, zero where none came; answered (B, length - moved): where one came. A stream, a cache and a shard
-    hold the same.
+    queries since, zero where none came; answered (B, length - moved): where one came. A stream and a cache hold the
+    same.
     """
 
     moved: int
@@ -33,7 +33,7 @@ class State(Fields):
     answered: Tensor
 
     @staticmethod
-    def empty(means: int, key: Tensor, value: Tensor, *, gqa_ratio: int = 1) -> State:
+    def empty(means: int, key: Tensor, value: Tensor) -> State:
         """Before the first token, with places for `means` stand-ins, in the shape of keys (B, Hkv, N, D) and values."""
         none, rows = Stretch.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
@@ -42,7 +42,7 @@ class State(Fields):
             none,
             Summary.empty(means, *rows),
             RunningQueries.empty(rows[0]),
-            rows[0].new_zeros((*key.shape[:2], gqa_ratio, 0, key.shape[-1])),
+            rows[0].new_zeros((*key.shape[:2], 1, 0, key.shape[-1])),
             torch.zeros((key.shape[0], 0), dtype=torch.bool, device=key.device),
         )
 
@@ -69,32 +69,21 @@ class State(Fields):
             answered=torch.cat([self.answered, answered], 1),
         )
 
+    def advance(self, evicted: Tokens, *, tilted: bool) -> State:
+        """The state when the unit is complete: its queries are known, its evicted keys absorbed.
+
+        Near tokens stay: `trim` forgets those that no query will reach.
+        """
+        queries, summary = self.queries.add(self.asked, self.answered), self.summary
+        if evicted.count:
+            key, value = (working(rows) * evicted.real.unsqueeze(-1) for rows in (evicted.key, evicted.value))
+            summary = summary.absorb(key, value, evicted.real, queries.moments(), tilted=tilted)
+        asked, answered = self.asked[:, :, :, :0], self.answered[:, :0]
+        return replace(self, moved=self.length, summary=summary, queries=queries, asked=asked, answered=answered)
+
     def trim(self, place: int) -> State:
         """Without the near tokens before `place`."""
         return replace(self, near=self.near.between(place, self.length))
-
-    def absorb(self, tokens: Tokens, *, tilted: bool) -> State:
-        """With these evicted tokens in the summary."""
-        if not tokens.count:
-            return self
-        key, value = (working(rows) * tokens.real.unsqueeze(-1) for rows in (tokens.key, tokens.value))
-        moments = self.queries.moments()
-        return replace(self, summary=self.summary.absorb(key, value, tokens.real, moments, tilted=tilted))
-
-    def merge(self, other: State, *, sinks: int, tilted: bool) -> State:
-        """As if the tokens of `other`, which began at place 0, had come after these; nobody is evicted yet.
-
-        This one must stand between two units: `moved` is its `length`, and nobody is still to be asked. Where `other`
-        has let go of its first near tokens, no later query reaches those of this one.
-        """
-        by, near = self.length, other.near
-        near = replace(near, first=by + near.first) if near.first else self.near.followed_by(near.key, near.value)
-        queries = self.queries + other.queries
-        summary = self.summary
-        if summary.count:
-            summary = summary.merged(other.summary, queries.moments(), tilted=tilted)
-        held = self._sunk(other.sinks.key, other.sinks.value, sinks)
-        return State(by + other.moved, near, held, summary, queries, other.asked, other.answered)
 
     def crop(self, length: int) -> State:
         """Without what came from `length` on, which is at least `moved`: nothing but these lists knows of it."""

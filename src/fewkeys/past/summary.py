@@ -94,14 +94,6 @@ class Summary(Fields):
         both = _joined(_beside(self, new), surplus // 2, metric, self.count)
         return _first(_joined(both, surplus - surplus // 2, metric), self.count)
 
-    def merged(self, other: Summary, queries: QueryMoments, *, tilted: bool) -> Summary:
-        """One summary of this count for the keys of both."""
-        both = _beside(self, other)
-        metric = _Metric(both.seen, queries, tilted)
-        surplus = (both.taken - self.count).clamp_min(0)
-        both = _joined(both, -(-surplus // 2), metric)
-        return _first(_joined(both, surplus // 2, metric), self.count)
-
 
 def _beside(one: Summary, other: Summary) -> Summary:
     return Summary(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,47 +62,7 @@ class Tokens(Fields):
     def count(self) -> int:
         return self.place.shape[2]
 
-    def __add__(self, other: Tokens) -> Tokens:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Tokens(*(torch.cat(pair, 2) for pair in pairs))
-
-    def take(self, index: Tensor) -> Tokens:
-        """The tokens at index (B, Hkv, M)."""
-        wide = index.unsqueeze(-1)
-        return Tokens(
-            self.key.gather(2, wide.expand(-1, -1, -1, self.key.shape[-1])),
-            self.value.gather(2, wide.expand(-1, -1, -1, self.value.shape[-1])),
-            self.place.gather(2, index),
-            self.real.gather(2, index),
-        )
-
-    def moved(self, by: int) -> Tokens:
-        """The same tokens, so many places later."""
-        return replace(self, place=self.place + by)
-
     def but(self, others: Tokens) -> Tokens:
         """The same tokens, those that `others` hold too no longer real."""
         shared = (self.place.unsqueeze(-1) == others.place.unsqueeze(-2)) & others.real.unsqueeze(-2)
         return replace(self, real=self.real & ~shared.any(-1))
-
-    def before(self, place: int) -> Tokens:
-        """The same tokens, those from `place` on no longer real."""
-        return replace(self, real=self.real & (self.place < place))
-
-
-def unheld(leaving: Sequence[Tokens], kept: Sequence[Tokens], before: int) -> Tokens:
-    """The leaving tokens at places before `before` that are kept nowhere, each once; the others are not real.
-
-    They stand in the order of their places: among equals the first to come leads, whatever list it comes from.
-    """
-    left: list[Tokens] = []
-    for tokens in leaving:
-        tokens = tokens.before(before)
-        for other in (*kept, *left):
-            tokens = tokens.but(other)
-        left.append(tokens)
-    if len(left) == 1:
-        return left[0]
-    tokens = sum(left[1:], left[0])
-    last = torch.iinfo(torch.int64).max
-    return tokens.take(tokens.place.masked_fill(~tokens.real, last).argsort(dim=-1, stable=True))

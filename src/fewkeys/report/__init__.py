@@ -1,4 +1,4 @@
-"""Show a `Report`: a table for the terminal, a figure of error against slots, files. Needs `fewkeys[report]`."""
+"""Show a `Report`: a table for the terminal, a figure, a page. Figures need `fewkeys[report]`."""
 
 from fewkeys.report.figure import save_figure
 from fewkeys.report.table import print_table

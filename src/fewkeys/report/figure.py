@@ -1,20 +1,26 @@
-"""The figure of a comparison: error against slots for every row."""
+"""The figures of a comparison: error against slots for every row, and times of whole models."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fewkeys.judge.result import Report
-from fewkeys.judge.row import Row
+from fewkeys.judge.standard import OURS
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
-from fewkeys.report.table import title
+from fewkeys.report.table import lengths, title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NOTHING = 1e-4
 """Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
 
-# Colours of Okabe and Ito, which colour-blind readers tell apart. Wine, dashed: oracles. Grey: controls. Black is that
-# of exact attention.
+# Colours of Okabe and Ito, which colour-blind readers tell apart. Wine, dashed: oracles. Grey: controls.
 LOOKS = {
+    "exact": Look("#000000", "-", 1.8, "D"),
     "top-k per query (oracle)": Look("#882255", (0, (5, 2)), 1.8, "D"),
     "best shared columns (oracle)": Look("#b5739d", (0, (1, 1.6)), 1.6, "d"),
     "random keys": Look("#767676", "-", 1.3, "x"),
@@ -25,41 +31,60 @@ LOOKS = {
     "leverage (centred)": Look("#d55e00", "-", 1.6, "^"),
     "leverage + window": Look("#cc79a7", "-", 1.6, "v"),
     "moments": Look("#8a7400", "-", 1.6, "h"),
-    "fewkeys budget": Look("#009e73", "-", 3.4, "o"),
+    OURS: Look("#009e73", "-", 3.4, "o"),
+    "budget": Look("#009e73", "-", 3.4, "o"),
+    "tuned": Look("#d55e00", "-", 3.4, "o"),
 }
+"""Of rows by name, and of `fewkeys bench`'s plans by what stands before the colon."""
+
+Points = Sequence[tuple[float, float]]
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw mean output error (log) against slots used (log) and write it as PNG. Needs matplotlib."""
+    """Draw mean output error (log) against slots used (log), as PNG and PDF. Needs matplotlib."""
+    save(error_figure(report), path)
+
+
+def error_figure(report: Report) -> Figure:
+    """Mean output error against slots used, both logarithmic."""
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
-    lines = _lines(report)
-    looks = {name: look_of(name, order) for order, name in enumerate(lines)}
-    for name, rows in lines.items():
-        draw(axes, [row.slots for row in rows], [row.error for row in rows], looks[name])
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(report.rows, key=lambda row: row.slots):
+        if row.error > NOTHING and row.slots > 0:
+            lines.setdefault(row.name, []).append((row.slots, row.error))
     say(axes, "slots per query: keys attended exactly + price of the stand-ins", "mean relative output error")
-    if lines:
-        shown = [row for rows in lines.values() for row in rows]
-        slots = [row.slots for row in shown]
-        # A single budget is not stretched over the whole width.
-        ends = [min(*slots, max(slots) / 2), max(slots)]
-        budgets = sorted({float(row.budget) for row in shown if row.budget is not None})
-        logarithmic(axes, "x", ends, budgets or [min(slots)])
-        logarithmic(axes, "y", [row.error for row in shown])
-        name_lines(axes, {name: (rows[-1].slots, rows[-1].error) for name, rows in lines.items()}, looks)
-    else:
+    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > NOTHING})
+    draw_lines(axes, lines, budgets)
+    return figure
+
+
+def time_figure(report: Report) -> Figure:
+    """Milliseconds of the whole model against tokens: exact attention and every plan that was timed."""
+    figure, (axes,) = sheet("Time of the whole model", "one text, random weights, the plan in every layer")
+    lines = {"exact": [(float(item.length), item.exact_ms) for item in report.whole_times]}
+    lines |= {
+        row.label: [(item.length, item.ms) for item in times] for row in report.rows if (times := report.times_of(row))
+    }
+    say(axes, "tokens in one text", "ms")
+    draw_lines(axes, {name: sorted(points) for name, points in lines.items()}, list(map(float, lengths(report))))
+    return figure
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] | None = None) -> dict[str, Look]:
+    """Draw and name lines on logarithmic axes, with numbers at `marks` of the first; their styles."""
+    looks = {name: look_of(name, order) for order, name in enumerate(lines)}
+    for name, points in lines.items():
+        draw(axes, [x for x, _ in points], [y for _, y in points], looks[name])
+    if not lines:
         axes.text(0.5, 0.5, "every plan is exact here", transform=axes.transAxes, ha="center", color="#555555")
-    save(figure, path)
+        return looks
+    x, y = zip(*(point for points in lines.values() for point in points), strict=True)
+    logarithmic(axes, "x", [*x, max(x) / 2], marks or None)  # a single point is not stretched over the whole width
+    logarithmic(axes, "y", y)
+    name_lines(axes, {name: points[-1] for name, points in lines.items()}, looks)
+    return looks
 
 
 def look_of(name: str, order: int) -> Look:
     """The style of the line with that name; `order`: its place among the lines shown."""
-    return LOOKS.get(name) or Look(OTHERS[order % len(OTHERS)])
-
-
-def _lines(report: Report) -> dict[str, list[Row]]:
-    """The rows with an error above `NOTHING` by name, sorted by slots."""
-    lines: dict[str, list[Row]] = {}
-    for row in sorted(report.rows, key=lambda row: row.slots):
-        if row.error > NOTHING and row.slots > 0:
-            lines.setdefault(row.name, []).append(row)
-    return lines
+    return LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)])

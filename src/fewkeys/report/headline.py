@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fewkeys.judge.pareto import best, methods
-from fewkeys.judge.result import Report
-from fewkeys.judge.row import Row, WholeTime
+from fewkeys.judge.result import Report, Row
 from fewkeys.judge.standard import OURS
 
 SMALL_ERROR = 0.1
@@ -29,20 +27,11 @@ def recommended(report: Report) -> Row | None:
     with the fewest slots and an error of at most `SMALL_ERROR`; if there is none, that with the least error.
     """
     timed = {(item.name, item.budget) for item in report.whole_times}
-    rows = [row for row in methods(report.rows) if (row.name, row.budget) in timed]
+    rows = [row for row in report.rows if row.kind == "method" and (row.name, row.budget) in timed]
     if not timed:
-        each = (best(report.rows, budget) for budget in report.settings["budgets"] or [None])
-        rows = [row for row in each if row is not None]
+        rows = [row for budget in report.settings["budgets"] or [None] if (row := report.best(budget)) is not None]
     small = [row for row in rows if row.error <= SMALL_ERROR]
     return min(small, key=lambda row: row.slots) if small else min(rows, key=lambda row: row.error, default=None)
-
-
-def times_of(report: Report, row: Row) -> list[WholeTime]:
-    """The times of whole models under a row's plan, by length."""
-    return sorted(
-        (item for item in report.whole_times if (item.name, item.budget) == (row.name, row.budget)),
-        key=lambda item: item.length,
-    )
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
@@ -58,7 +47,7 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _of_lengths(report: Report, row: Row) -> str:
-    times = times_of(report, row)
+    times = report.times_of(row)
     first, last = times[0], times[-1]
     error = f"with an error of {_percent(row.error)} (measured at {report.length:,} tokens)"
     speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"

@@ -1,4 +1,4 @@
-"""The common style of all figures: panels measured in inches, plain numbers on the axes, names at the ends of lines."""
+"""The common style of all figures: panels side by side, plain numbers on the axes, a legend beside each panel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEFT, BOTTOM, TOP, LINE = 0.72, 0.63, 0.72, 0.172
-"""Inches beside, below and above a panel, and of a line of small text."""
 OTHERS = ["#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#4d4d4d", "#2c7fb8"]
 """Colours for lines without an assigned one, in turn."""
 
@@ -37,80 +35,50 @@ def sheet(
     *,
     columns: int = 1,
     rows: int = 1,
-    size: tuple[float, float] = (6.336, 4.65),
-    names: float = 2.544,
-    titled: bool = False,
+    size: tuple[float, float] = (6.3, 4.65),
+    names: float = 2.5,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a heading and rows x columns panels of `size` inches.
+    """A figure with a heading and rows x columns panels of about `size` inches, each with `names` inches for a legend.
 
-    Each panel has `names` inches on its right for the names of its lines and, if `titled`, room for a title. No global
-    state of matplotlib is used, so it works without a display and beside other plots.
+    No global state of matplotlib is used, so it works without a display and beside other plots.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    top = TOP + (0.3 if titled else 0.0)
-    cell, tall = LEFT + size[0] + names, top + size[1] + BOTTOM
-    more = tall - 0.5  # only the first row has the heading above it
-    width, height = cell * columns, tall + more * (rows - 1)
-    figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
+    inches = (columns * (size[0] + names), rows * (size[1] + 0.5) + 0.6)
+    figure = Figure(figsize=inches, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.text(LEFT / width, 1 - 0.33 / height, title, fontsize=14, weight="bold", va="baseline", parse_math=False)
-    figure.text(
-        LEFT / width, 1 - 0.57 / height, subtitle, fontsize=9.5, color="#555555", va="baseline", parse_math=False
-    )
-    panels = []
-    for number in range(rows * columns):
-        row, column = divmod(number, columns)
-        low = height - top - size[1] - row * more
-        place = ((LEFT + column * cell) / width, low / height, size[0] / width, size[1] / height)
-        panels.append(figure.add_axes(place))
+    figure.suptitle(f"{title}\n{subtitle}".strip(), x=0.01, ha="left", fontsize=10, parse_math=False)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes in panels:
-        frame(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e4e4e4")
+        axes.set_axisbelow(True)
     return figure, panels
-
-
-def frame(axes: Axes) -> None:
-    """Horizontal guides, no box."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.grid(axis="y", which="major", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(color="#999999", labelsize=9)
 
 
 def say(axes: Axes, x: str, y: str, title: str = "") -> None:
     """Label the axes and the panel."""
-    axes.set_xlabel(x, fontsize=10)
-    axes.set_ylabel(y, fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
 
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
-    """One line with its markers."""
-    strong, thin = look.width > 3, look.marker in "x+"
-    axes.plot(
-        x,
-        y,
-        color=look.color,
-        linestyle=look.dash,
-        linewidth=look.width,
-        marker=look.marker,
-        markersize=7 if strong else 4.5,
-        markeredgewidth=1.4 if thin else 0.8,
-        markeredgecolor=look.color if thin else "white",
-        zorder=4 if strong else 3 if look.color == "#000000" else 2,
-        solid_capstyle="round",
-        **more,
-    )
+    """One line with its markers; broad lines are above the others."""
+    axes.plot(x, y, **_of(look), zorder=2 + look.width / 2, **more)
+
+
+def _of(look: Look) -> dict[str, Any]:
+    size = 7 if look.width > 3 else 4.5
+    return {
+        "color": look.color, "linestyle": look.dash, "linewidth": look.width, "marker": look.marker, "markersize": size
+    }  # fmt: skip
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
     """A dashed vertical line with a label on its left, which ends at `top` of the height."""
-    width, dash = (1.4, (5, 2)) if strong else (0.9, (4, 3))
-    axes.axvline(x, color=color, linewidth=width, linestyle=(0, dash), zorder=1)
+    axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
     axes.annotate(
         words, (x, top), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
         fontsize=8.5, color=color, ha="right", va="top", zorder=5, path_effects=halo(),
@@ -129,34 +97,21 @@ def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[
     low, high = min(values) / 1.12, max(values) * 1.12
     steps = [m * 10.0**e for e in range(-6, 8) for m in (1, 2, 5)] if marks is None else marks
     shown = [step for step in steps if low <= step <= high]
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
     axis = axes.xaxis if name == "x" else axes.yaxis
-    (axes.set_xscale if name == "x" else axes.set_yscale)("log")
-    (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
     axis.set_ticks(shown, [f"{step:,.10g}" for step in shown])
     axis.set_ticks([], minor=True)
 
 
 def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """Write each line's name beside its last point. Names that would collide move apart, with thin leader lines."""
-    import numpy as np
+    """A legend on the right of the panel, in the order in which the lines end there."""
+    from matplotlib.lines import Line2D
 
-    if not ends:
-        return
-    axes.autoscale_view()  # matplotlib would otherwise set the limits after this
-    points = axes.transAxes.inverted().transform(axes.transData.transform(np.array(list(ends.values()))))
-    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())  # in inches
-    gap, inch = LINE / box.height, 1 / box.width
-    places = spread([float(y) for y in points[:, 1]], gap, 0.0, 1.0)
-    for name, (x, y), place in zip(ends, points, places, strict=True):
-        look = looks[name]
-        axes.plot(
-            [x + 0.076 * inch, 1 + 0.095 * inch, 1 + 0.285 * inch], [y, y, place], transform=axes.transAxes,
-            clip_on=False, color=look.color, linewidth=0.7, alpha=0.55, zorder=1,
-        )  # fmt: skip
-        axes.text(
-            1 + 0.33 * inch, place, name, transform=axes.transAxes, color=look.color, fontsize=9,
-            va="center_baseline", weight="bold" if look.width > 3 else "normal", parse_math=False,
-        )  # fmt: skip
+    names = sorted(ends, key=lambda name: -ends[name][1])
+    handles = [Line2D([], [], **_of(looks[name])) for name in names]
+    legend = axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
@@ -167,22 +122,12 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
         write_whole(Path(path).with_suffix(f".{suffix}"), drawn.getvalue())
 
 
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places nearest to `wanted` in least squares that keep the order and are at least `gap` apart.
+def svg(figure: Figure) -> str:
+    """The figure as an element of a page, with its text as text."""
+    from matplotlib import rc_context
 
-    Subtracting `gap` times the rank gives isotonic regression, solved by pooling adjacent violators. Places stay in
-    [low, high] as far as there is room.
-    """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    pools: list[tuple[float, int]] = []  # mean and size
-    for rank, i in enumerate(order):
-        pools.append((wanted[i] - gap * rank, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, m), (b, n) = pools[-2:]
-            pools[-2:] = [((a * m + b * n) / (m + n), m + n)]
-    flat = [mean for mean, size in pools for _ in range(size)]
-    top = max(low, high - gap * (len(wanted) - 1))
-    places = [0.0] * len(wanted)
-    for rank, i in enumerate(order):
-        places[i] = min(max(flat[rank], low), top) + gap * rank
-    return places
+    drawn = io.StringIO()
+    with rc_context({"svg.hashsalt": "fewkeys", "svg.fonttype": "none"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    text = drawn.getvalue()
+    return text[text.index("<svg") :]

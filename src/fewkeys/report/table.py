@@ -1,57 +1,60 @@
-"""The table of a comparison, and the best plan for each budget."""
+"""Tables for the terminal: that of a comparison, and the best plan for each budget."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
 
-from fewkeys.judge.pareto import best, oracle
-from fewkeys.judge.result import Report
-from fewkeys.judge.row import Row
-from fewkeys.report.console import Column, console, print_columns
-from fewkeys.report.headline import headline, times_of
+from fewkeys.core.columns import aligned
+from fewkeys.judge.result import Report, Row
+from fewkeys.report.headline import headline
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7}
+DROP = ("recall", "p50", "worst head", "p90", "mass", "ms", "slots")
 """Columns that narrow terminals leave out, in this order; the JSON has them."""
-AT = "ms at {:,}"
-"""The column of a whole model's time at a length."""
+WIDE = 116
+"""Characters in a line if there is no terminal."""
 
 
-def print_table(report: Report, screen: Console | None = None) -> None:
+def show(
+    rows: Sequence[Mapping[str, str]],
+    *,
+    title: str = "",
+    notes: Mapping[str, str] | None = None,
+    width: int | None = None,
+    drop: Sequence[str] = (),
+    headings: Mapping[int, str] | None = None,
+) -> str:
+    """The text of a table that is as wide as the terminal, with the notes on those columns that it shows."""
+    width = width or shutil.get_terminal_size((WIDE, 24)).columns
+    lines, names = aligned(rows, width=width, drop=drop, headings=headings)
+    explained = " ".join(note for name, note in (notes or {}).items() if name in names)
+    return "\n".join([*textwrap.wrap(title, width), *lines, *textwrap.wrap(explained, width)])
+
+
+def print_table(report: Report, width: int | None = None) -> None:
     """Print the table, the notes that explain it, the skipped plans, and the best plan for each budget.
 
-    The table is as wide as the terminal. Needs rich (`pip install fewkeys[report]`).
+    The table is as wide as the terminal, or `width` characters.
     """
-    screen = console() if screen is None else screen
-    names, styles, sections = [], [], {}
+    rows = sorted_rows(report)
+    starts = {number: rows[number].budget for number in range(len(rows))}
+    headings = {
+        number: f"{budget} slots"
+        for number, budget in starts.items()
+        if budget is not None and budget != starts.get(number - 1)
+    }
+    named = [{"plan": f"  {cell.pop('plan')}", **cell} for cell in cells(report)]
+    middle = [AT.format(length) for length in lengths(report)[1:-2]]
+    drop = (*middle, *DROP, *(["cosine"] if report.whole_times else []))
+    print(show(named, title=title(report), notes=notes(report), width=width, drop=drop, headings=headings))
+    print("\n".join([*skipped(report), "", *advice(report), "", headline(report)]))
+
+
+def sorted_rows(report: Report) -> list[Row]:
+    """The rows of one budget together."""
     budgets = list(dict.fromkeys(row.budget for row in report.rows))
-    rows = sorted(report.rows, key=lambda row: budgets.index(row.budget))
-    for number, row in enumerate(rows):
-        if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
-            sections[number] = f"{row.budget} slots"
-        star = starred(report, row)
-        names.append(f"  {row.name}{' *' if star else ''}")
-        styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if star else ""))
-    cells = [_cells(report, row) for row in rows]
-    drop = DROP | {AT.format(length): 1 for length in lengths(report)[1:-2]}
-    drop |= {"cosine": 8} if report.whole_times else {}
-    columns = [
-        Column(name, [cell[name] for cell in cells], drop=drop.get(name, 0)) for name in (cells[0] if cells else ())
-    ]
-    columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
-    shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
-    explained = " ".join(line for name, line in notes(report).items() if name in shown)
-    for line in (explained, *skipped(report)):
-        screen.print(line, style="dim", markup=False)
-    for line in ("", *advice(report), "", headline(report)):
-        screen.print(line, markup=False)
-
-
-def starred(report: Report, row: Row) -> bool:
-    """Whether no method of the row's budget has less error within its slots."""
-    return row.budget is not None and row is best(report.rows, row.budget)
+    return sorted(report.rows, key=lambda row: budgets.index(row.budget))
 
 
 def lengths(report: Report) -> list[int]:
@@ -59,6 +62,8 @@ def lengths(report: Report) -> list[int]:
     return sorted({item.length for item in report.whole_times})
 
 
+AT = "ms at {:,}"
+"""The column of a whole model's time at a length."""
 TIMED = (
     "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer. A dash: "
     "not timed."
@@ -101,14 +106,15 @@ def skipped(report: Report) -> list[str]:
     budgets: dict[tuple[str, str], list[str]] = {}
     for item in report.skipped:
         budgets.setdefault((item.name, item.reason), []).append("" if item.budget is None else str(item.budget))
-    return [f"left out: {name}{_at(numbers)}: {reason}" for (name, reason), numbers in budgets.items()]
+    at = {key: f" at {', '.join(numbers)} slots" if any(numbers) else "" for key, numbers in budgets.items()}
+    return [f"left out: {name}{at[name, reason]}: {reason}" for name, reason in budgets]
 
 
 def advice(report: Report) -> list[str]:
     """For each budget the method with the least error, against the best oracle and exact attention."""
     lines = []
     for budget in report.settings["budgets"] or [None]:
-        row, bound = best(report.rows, budget), oracle(report.rows, budget)
+        row, bound = report.best(budget), report.oracle(budget)
         where = "Best" if budget is None else f"Best within {budget} slots"
         if row is None:
             lines.append(f"{where}: no method stayed within the budget.")
@@ -120,20 +126,24 @@ def advice(report: Report) -> list[str]:
     return lines
 
 
-def _at(numbers: list[str]) -> str:
-    slots = ", ".join(filter(None, numbers))
-    return f" at {slots} slots" if slots else ""
-
-
 def _speed(row: Row) -> str:
     fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
     speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
     return f"; {speed} exact attention at this length"
 
 
+def cells(report: Report) -> list[dict[str, str]]:
+    """The table's cells by the names of their columns, for `sorted_rows`. Columns without any number are left out."""
+    rows = [_cells(report, row) for row in sorted_rows(report)]
+    empty = [name for name in (rows[0] if rows else ()) if all(row[name] == "-" for row in rows)]
+    return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
+
+
 def _cells(report: Report, row: Row) -> dict[str, str]:
     layer, head = row.worst_head
-    cells = {
+    is_best = row.budget is not None and row is report.best(row.budget)
+    shown = {
+        "plan": f"{row.name}{' *' if is_best else ''}",
         "slots": f"{row.slots:.1f}",
         "error": f"{row.error:.3f}",
         "p50": f"{row.error_p50:.3f}",
@@ -144,15 +154,11 @@ def _cells(report: Report, row: Row) -> dict[str, str]:
         "cosine": "-" if row.cosine is None else f"{row.cosine:.4f}",
     }
     if not report.whole_times:
-        return cells | {"ms": f"{row.ms:.1f}", "speed": f"{row.exact_ms / row.ms:.2f}×"}
-    times = whole_ms(report, row)
-    return cells | {
+        return shown | {"ms": f"{row.ms:.1f}", "speed": f"{row.exact_ms / row.ms:.2f}×"}
+    if row.kind == "exact":
+        times = {item.length: item.exact_ms for item in report.whole_times}
+    else:
+        times = {item.length: item.ms for item in report.times_of(row)}
+    return shown | {
         AT.format(length): f"{times[length]:,.0f}" if length in times else "-" for length in lengths(report)
     }
-
-
-def whole_ms(report: Report, row: Row) -> dict[int, float]:
-    """By length, the milliseconds of a whole model under a row's plan, or with exact attention."""
-    if row.kind != "exact":
-        return {item.length: item.ms for item in times_of(report, row)}
-    return {item.length: item.exact_ms for item in report.whole_times}

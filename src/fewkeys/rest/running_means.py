@@ -14,7 +14,7 @@ from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
 from fewkeys.past.evicted import Evicted
-from fewkeys.past.scan import Scan
+from fewkeys.past.scan import scan
 from fewkeys.past.state import State
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.select.base import Recent, Selector
@@ -67,16 +67,15 @@ class RunningMeans(Rest):
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         answered = _real_queries(x)
-        scan = Scan(
+        states, _ = scan(
             State.empty(self.count, x.key, x.value),
             x.query[:, :, :last],
             None if answered is None else answered[:, :last],
             x.scale,
             Evicted.by_lists(x, columns),
             tilted=isinstance(weights, Softmax),
-            impl=x.impl,
         )
-        return BlockStandIns(scan.run()[0], x.head_dim)
+        return BlockStandIns(states, x.head_dim)
 
 
 def _recent(keep: Selector) -> list[Recent]:

@@ -14,7 +14,6 @@ Where the projection is not known, W is the identity.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,21 +85,6 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
         whole += float((relative_error(*projected) * real).double().sum())
         queries += float(real.sum())
     return heads / queries, whole / queries
-
-
-def digest(capture: Capture, layer: int) -> str:
-    """A fingerprint of everything that scores of a layer depend on in the capture."""
-    sha = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
-    for call in capture.calls(layer):
-        masks, more = (call.key_mask, call.query_mask), (call.distance_bias, call.gradient)
-        for tensor in (call.query, call.key, call.value, *masks, *more):
-            if tensor is not None:
-                sha.update(str(tuple(tensor.shape)).encode())
-                sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    projection = capture.projection(layer)
-    if projection is not None:
-        sha.update(projection.contiguous().view(torch.uint8).numpy().data)
-    return sha.hexdigest()
 
 
 def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:

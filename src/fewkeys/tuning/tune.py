@@ -24,7 +24,7 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.tuning.allocate import within_error, within_slots
 from fewkeys.tuning.candidates import Candidate, splits, variants
-from fewkeys.tuning.score import Scores, digest, layer_error, score_layer
+from fewkeys.tuning.score import Scores, layer_error, score_layer
 
 Progress = Callable[[int, int, str], None]
 
@@ -165,7 +165,6 @@ class _Table:
     ) -> None:
         self.capture, self.progress, self.seed = capture, progress, seed
         self.folder = None if directory is None else Path(directory)
-        self.digests = [] if directory is None else [digest(capture, layer) for layer in range(capture.layers)]
         self.done, self.total = 0, 0
 
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
@@ -198,7 +197,7 @@ class _Table:
         """The file of a layer's scores: its name holds a digest of all that they depend on."""
         if self.folder is None:
             return None
-        facts: list[Any] = [self.digests[layer], self.seed, torch.__version__]
+        facts: list[Any] = [self.capture.digest(layer), self.seed, torch.__version__]
         facts += [candidate.plan.to_dict() for candidate in candidates]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
         return self.folder / f"scores-{layer:03d}-{name}.safetensors"

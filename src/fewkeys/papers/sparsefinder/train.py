@@ -24,7 +24,7 @@ from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form
 from fewkeys.papers.sparsefinder.loss import has_pairs, hinge, signs
 from fewkeys.papers.sparsefinder.settings import Settings
-from fewkeys.tuning.score import digest, problem_of
+from fewkeys.tuning.score import problem_of
 
 PAIRS = 2**24
 """Pairs of a query and a key whose scores are in memory at once."""
@@ -178,7 +178,7 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 
 def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
     """A name from everything that the training of a layer depends on, except the number of epochs."""
-    facts: list[Any] = [digest(part, layer) for part in (capture, held_out) if part is not None]
+    facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
     facts += [{**asdict(settings), "epochs": 0, "patience": 0, "sample": 0}, torch.__version__]
     return f"layer-{layer:03d}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.safetensors"
 
