@@ -4,9 +4,9 @@ Writes benchmarks/results/embed.json; `python -m docs.figures` then writes the t
 `--texts 10 --most 4000` it takes a tenth of the time.
 
 `fewkeys embed` against `SentenceTransformer.encode` with exact attention, in batches of 32, which is its default, and
-text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each is a process of its
-own: seconds from its start to its end, processor seconds of all its threads, and its peak of resident memory, also
-beyond that of a process that embeds one short text. Cosines are of each vector with the exact one.
+text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each runs in a separate
+process. Measured are seconds from its start to its end, processor seconds of all threads, and peak resident memory,
+also above that of a process that embeds one short text. Cosines are of each vector with the exact one.
 
 minilm: all-MiniLM-L6-v2 (`fewkeys[demo]`), its positions stretched over 8,192 tokens, so that attention is that of a
 trained model. modernbert: random weights in ModernBERT-base's shape with 6 layers, for time and memory.

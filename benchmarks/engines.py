@@ -10,8 +10,8 @@ Needs `pip install "fewkeys[engines]"`. Ways to run the same random weights, all
     fewkeys.compile the same, compiled
     free            `torch` or `torch.compile`, the faster one, with `query + key + value` in the place of attention
 
-`free` is no way to run a model. It takes the time of everything but attention, so no attention whatever gains more on
-the best engine than `ceiling`, the ratio of their times.
+`free` does not compute the model. It takes the time of everything but attention, so no method of attention gains more
+on the best engine than `ceiling`, the ratio of their times.
 
 Ways take turns; a row has the median of each. A way is left out of a row where all scores of a layer would not fit
 (`SCORES`), or where the shorter row says that a call would take longer than `LONGEST` seconds, with the reason.

@@ -3,14 +3,14 @@
 One head of 64 dimensions, float32, keys with 32 planted heavy ones, half of the queries aimed at them.
 
 - *scaling*: `universal_set` and `heavy_entries` (4,096 queries) against scoring all pairs, for all queries, in the same
-  run. The peer is what one would write by hand, as well as we can: float32, tiles that stay in cache, one pass over
+  run. The peer is a careful program by hand: float32, tiles that stay in cache, one pass over
   the keys in which the normalisers grow and scores that reach eps times the normaliser so far are remembered; the
   fastest of several tile sizes. Its entries must be ours, up to its rounding, and those of 64 queries are recomputed
   in float64 from the formula.
 - *power 4*: 16,384 queries in 32 dimensions, exact, with estimated normalisers, and the peer.
 - *sketches*: the options of `Sketched` beside the exact answer, power 2. *embeddings*: their first step alone.
 - *stream*: `KeySketch` on streams of up to 2^22 keys, made piece by piece in a process each: the most bytes held, the
-  peak of the process in the first pass, and whether that pass found the universal set that a second pass computes,
+  peak of the process in the first pass, and whether that pass has the same universal set as a second pass,
   planted keys included.
 
 Times are medians over turns in which all take part; ratios are between times of the same run. `--quick` takes about a
@@ -240,7 +240,7 @@ def power_four(lengths):
 
 
 def embeddings(lengths):
-    """`S K` alone beside `K^T K`, at row counts of one's own choice: far fewer than the proofs ask for."""
+    """`S K` alone beside `K^T K`, at far fewer rows than the proofs require."""
     print("\nembeddings: S K beside the exact Gram matrix; error: of the length of K y, for the worst y")
     rows = []
     for n in lengths:
@@ -276,7 +276,7 @@ def embed(projection, keys, m):
 
 
 def stream(n):
-    """One stream of n keys, in pieces that are made as they are needed: run in a process of its own."""
+    """One stream of n keys, in pieces that are drawn when needed. Runs in a separate process."""
     stretch = n // PLANTED  # one planted key in each, anywhere
     places = torch.arange(PLANTED) * stretch
     places += torch.randint(stretch, (PLANTED,), generator=torch.Generator().manual_seed(1))

@@ -2,7 +2,7 @@
 
     python benchmarks/newcomer.py
 
-Builds the wheel of this tree, makes a virtual environment of its own and goes through the steps of the README in it:
+Builds the wheel of this tree, makes a new virtual environment and goes through the steps of the README in it:
 `fewkeys compare`, `fewkeys tune`, and the tuned plan in a SentenceTransformer, saved and loaded. Stops at the first
 step that fails. Prints the seconds of each step and writes benchmarks/results/newcomer.json. Needs a package index.
 """
@@ -41,8 +41,8 @@ with fk.apply(encoder, fk.ModelPlan.from_pretrained("plan")):
     few = encoder.encode(documents, convert_to_tensor=True)
 cosine = float(torch.cosine_similarity(few, exact).mean())
 assert fk.ModelPlan.from_pretrained("plan") == plan and 0.9 < cosine < 0.9999, cosine
-told = {"cosine": cosine, "machine": machine(), "versions": versions(with_transformers=True)}
-print(json.dumps(told))
+results = {"cosine": cosine, "machine": machine(), "versions": versions(with_transformers=True)}
+print(json.dumps(results))
 """
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures again from the results that are committed, after a change of how they look.
+"""Draw all pictures again from the committed results, after a change of their look.
 
 python experiments/redraw.py
 """
@@ -76,8 +76,8 @@ def main() -> None:
         sparsefinder.save_figure(read(folder / name / "results.json"), folder / name / "figure.png")
     folder = folder / "analysis"
     analysis.draw_graphs(read(folder / "graphs.json"), folder / "graphs.png")
-    found = [Occupancy(**one) for one in read(folder / "clusters.json")["clusters"]]
-    analysis.draw_clusters(found, folder / "clusters.png")
+    clusters = [Occupancy(**fields) for fields in read(folder / "clusters.json")["clusters"]]
+    analysis.draw_clusters(clusters, folder / "clusters.png")
 
 
 def read(path: Path) -> Any:

@@ -21,7 +21,7 @@ def captured(
     gradients=None,
     bias=None,
 ):
-    """Random attention with some structure: a common offset, a few loud keys. gradients: how large they are."""
+    """Random attention with a common offset of the keys and a few large keys. gradients: their size."""
     draw = torch.Generator().manual_seed(seed)
     writer = CaptureWriter(directory, "random")
     for _ in range(batches):

@@ -149,7 +149,7 @@ COHORTS = {
 def _plans() -> dict[str, Case]:
     """Every selector alone and (unless it is tried alone) under the richest rest; some under every rest and kernel.
 
-    Combinations that are no plan at all are the business of the refusals.
+    Combinations that are not plans are tested with the refusals.
     """
     plans = {}
     for keep_name, keep in KEEP_CASES.items():

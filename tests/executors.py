@@ -22,7 +22,7 @@ DTYPES = {
     "torch": (torch.float64, torch.float32),
     "native": (torch.float32, torch.bfloat16),
 }
-"""What every executor is tried in; one that is not named here, in float32."""
+"""The dtypes in which each executor is tried; others are tried in float32."""
 OFTEN = {*SOME_PLANS, "recent blocks + leverage + sinks, drop, softmax", "recent, running means"}
 """The plans that are tried in every way in every shape."""
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
@@ -30,7 +30,7 @@ FORMS = {**SHAPES, **CAUSAL_SHAPES}
 
 @dataclass(frozen=True)
 class Way:
-    """An executor and the dtype of what it is given."""
+    """An executor and the dtype of its inputs."""
 
     impl: str
     dtype: torch.dtype

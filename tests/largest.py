@@ -4,10 +4,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PICKING = ("gather", "index", "index_select", "take", "embedding", "select_scatter")
-"""Operations that read as much as they return, however much there is to pick from."""
+"""Operations that read as much as they return, whatever the size of their input."""
 PLACING = ("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 PLACING += ("index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_")
-"""Operations that write as much as they are given, however much there is room for."""
+"""Operations that write as much as they get, whatever the size of their output."""
 
 
 def tensors(tree):

@@ -46,7 +46,7 @@ def for_shape(name, shape, seed=0):
 
 
 def planted(layers=1, batches=4, size=4, heads=2, kv_heads=2, length=24, dim=16, causal=False, lengths=None, seed=0):
-    """Queries attend to the keys of their own of 4 places in a plane, which lies among louder dimensions of noise."""
+    """Queries and keys lie at 4 places of a plane, among larger noise. A query attends to the keys at its place."""
     g = torch.Generator().manual_seed(seed)
     planes = torch.linalg.qr(torch.randn(layers, kv_heads, dim, dim, generator=g)).Q
     places = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]) * 3

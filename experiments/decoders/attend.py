@@ -1,6 +1,6 @@
-"""Attention by a rule that says for every query which keys it keeps, what stands in, and how many means it scored.
+"""Attention by a rule: for every query the keys that it keeps, the stand-ins, and how many means it scores.
 
-Plain and slow: all scores are computed, and masked. One sequence at a time, causal, without padding.
+Slow and simple: all scores are computed and masked. One causal sequence at a time, without padding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fewkeys.captures.capture import AttentionInputs
 class Look:
     """What queries start .. stop - 1 attend to.
 
-    `kept` (Hkv, G, M, stop), bool: keys kept exactly, any of later ones included, which are hidden anyway. `scored`
-    (Hkv, G, M): how many means, pages or the like each query scored. `logit` (Hkv, G, M, U) and `value` (Hkv, U, Dv):
-    stand-ins, -inf where one does not stand in for this query.
+    `kept` (Hkv, G, M, stop), bool: keys kept exactly; later keys are hidden whatever it says. `scored` (Hkv, G, M): how
+    many means, pages or the like each query scored. `logit` (Hkv, G, M, U) and `value` (Hkv, U, Dv): stand-ins; -inf
+    where a query does not use one.
     """
 
     start: int

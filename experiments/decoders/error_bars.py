@@ -2,9 +2,9 @@
 
     python experiments/decoders/error_bars.py --model FOLDER [--gguf FILE] --text FILE
 
-Every layer has the queries, keys and values that it has in the exact model. Some stretches of queries in the second
-half of the text get their bars several times, by other draws and rotations; the truth is exact attention. Writes
-`results/error-bars.json` beside this file.
+The queries, keys and values of every layer are those of the exact model. Each of four stretches of queries in the
+second half of the text gets its bars several times, with other draws and rotations. Errors are relative to exact
+attention. Writes `results/error-bars.json` beside this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fewkeys.integrations.interface import attach
 ERRORS = (0.05, 0.1)
 ROUNDING = 1e-5
 QUERIES = 16
-"""In a stretch."""
+"""Queries in a stretch."""
 STRETCHES = 4
 
 
@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="plain or .gz")
     parser.add_argument("--length", type=int, default=2048, help="tokens")
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 128])
-    parser.add_argument("--repeats", type=int, default=10, help="times that a query gets a bar")
-    parser.add_argument("--trials", type=int, default=1000, help="of hard keys")
+    parser.add_argument("--repeats", type=int, default=10, help="how often each query gets a bar")
+    parser.add_argument("--trials", type=int, default=1000, help="draws of each kind of hard keys")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     try:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 class Measured:
-    """Answers exactly, and notes what bars say of a layer."""
+    """Answers by exact attention, and records the bars of each layer and the errors that they bound."""
 
     def __init__(self, length: int, slots: list[int], repeats: int) -> None:
         self.slots, self.repeats = slots, repeats
@@ -90,10 +90,10 @@ class Measured:
         for slots in self.slots:
             plan = fk.budget(slots, is_causal=True)
             for start in self.starts:
-                own = slice(start, start + QUERIES)
-                query, truth = inputs.query[:, :, own], exact[:, :, own]
-                few = fk.attention(query, *rows, plan=plan.never_exact(), query_offset=start, **options)
-                without = relative_error(few, truth)
+                stretch = slice(start, start + QUERIES)
+                query, truth = inputs.query[:, :, stretch], exact[:, :, stretch]
+                output = fk.attention(query, *rows, plan=plan.never_exact(), query_offset=start, **options)
+                of_plan = relative_error(output, truth)
                 for error in ERRORS:
                     for repeat in range(self.repeats):
                         generator = torch.Generator().manual_seed(repeat + self.repeats * (start + 10**5 * layer))
@@ -101,14 +101,14 @@ class Measured:
                             query, *rows, plan, error=error, query_offset=start, generator=generator, **options
                         )
                         off = relative_error(bars.output, truth)
-                        one = {"off": off, "bar": bars.error, "reached": bars.reached, "drawn": bars.drawn.float()}
-                        one |= {"plan": without, "layer": torch.full_like(off, layer)}
-                        self.seen[slots, error].append(one)
+                        judged = {"off": off, "bar": bars.error, "reached": bars.reached, "drawn": bars.drawn.float()}
+                        judged |= {"plan": of_plan, "layer": torch.full_like(off, layer)}
+                        self.seen[slots, error].append(judged)
         print(f"layer {layer}", {key: round(self.row(*key)["covered"], 4) for key in self.seen}, flush=True)
         return exact
 
     def row(self, slots: int, error: float) -> dict[str, Any]:
-        """Shares and means over all bars; a head is one of one layer."""
+        """Shares and means over all bars. Each layer has its own heads."""
         parts = self.seen[slots, error]
         # (heads, bars): all stretches and repeats of a head side by side.
         by_head = {

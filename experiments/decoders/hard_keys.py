@@ -1,4 +1,4 @@
-"""Queries, keys and values that are made to break an error bar, and some that are not."""
+"""Queries, keys and values constructed to break an error bar, and random ones as a control."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fewkeys.sketch.codes import Frame, rotated, signs
 
 KEYS, DIM = 512, 64
 SHIFT = 10.0
-"""A shift of all keys by as much moves no weight."""
+"""All keys are shifted by this much, which leaves all weights as they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +31,16 @@ class Hard:
         return fk.attention(self.query, self.key, self.value, scale=1.0)
 
     def missed(self, trials: int, **options: float) -> dict[str, float]:
-        """The share of `trials` whose bar is below the error, and of those that reached what was asked for."""
-        exact, missed, reached, silent = self.exact, 0, 0, 0
+        """Shares of `trials`: the bar is below the error, the bar reached the error asked for, both."""
+        exact, missed, reached, both = self.exact, 0, 0, 0
         for seed in range(trials):
             generator = torch.Generator().manual_seed(seed)
             tensors = (self.query, self.key, self.value, self.plan)
             bars = fk.metrics.error_bars(*tensors, scale=1.0, generator=generator, **options)
             below = bool(relative_error(bars.output, exact) > bars.error + 1e-5)
             missed, reached = missed + below, reached + bool(bars.reached)
-            silent += below and bool(bars.reached)
-        return {"missed": missed / trials, "reached": reached / trials, "missed_and_reached": silent / trials}
+            both += below and bool(bars.reached)
+        return {"missed": missed / trials, "reached": reached / trials, "missed_and_reached": both / trials}
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +48,7 @@ def _normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _of(score: Tensor, value: Tensor, length: float = 2.0, aside: Tensor | None = None, sinks: int = 4) -> Hard:
-    """Keys (N, D) of these scores (N,) and a length at right angles to the query, which keeps the first ones."""
+    """Keys (N, D) of these scores (N,) and this length at right angles to the query. The plan keeps the first keys."""
     query = torch.nn.functional.normalize(_normal(DIM, seed=1), dim=0)
     aside = _normal(len(score), DIM) if aside is None else aside
     aside = torch.nn.functional.normalize(aside - (aside @ query).unsqueeze(-1) * query, dim=-1)
@@ -61,21 +61,21 @@ def random() -> Hard:
 
 
 def along_a_line() -> Hard:
-    """Values that differ in one number: no vectors of one variance are farther out."""
+    """Values that differ in one coordinate only: no vectors of the same variance have larger outliers."""
     value = torch.ones(KEYS, 4)
     value[:, 0] += 0.7 * _normal(KEYS, seed=3)
     return _of(_normal(KEYS, seed=2), value)
 
 
 def divided() -> Hard:
-    """Half of the keys are kept, and the values of the others are others: the sum of the weights counts, too."""
+    """Half of the keys are kept and the others have other values, so an error in the sum of the weights counts too."""
     value = 1 + 0.3 * _normal(KEYS, DIM, seed=3)
     value[KEYS // 2 :] += 2
     return _of(_normal(KEYS, seed=2), value, sinks=KEYS // 2)
 
 
 def rare(share: float, length: float = 2.0) -> Hard:
-    """One key of a share of the weight, with the opposite value of all others."""
+    """One key has this share of the weight, and the opposite value of all others."""
     score, value = torch.zeros(KEYS), torch.ones(KEYS, 4)
     score[300] = torch.tensor(share / (1 - share) * (KEYS - 1)).log()
     value[300] = -1
@@ -83,7 +83,7 @@ def rare(share: float, length: float = 2.0) -> Hard:
 
 
 def hidden() -> Hard:
-    """A key of half the weight whose code in the package's rotation has the score of the others.
+    """A key has half the weight, and its code in the package's rotation has the score of the others.
 
     The rotated query is constant; three quarters of the rotated key's numbers are 0.98 sigma, which codes as 0.5, the
     others -1.02, which codes as -1.5: its mean is 0.48 sigma, that of its code zero.
@@ -103,14 +103,14 @@ def hidden() -> Hard:
 
 
 def copies() -> Hard:
-    """Two keys, each many times: all copies have the same error of rounding."""
+    """Two keys, each repeated many times: all copies have the same rounding error."""
     aside = _normal(2, DIM)[torch.arange(KEYS) % 8 // 7]
     value = torch.where((torch.arange(KEYS) % 8 == 7).unsqueeze(-1), -1.0, torch.ones(KEYS, 4))
     return _of(torch.zeros(KEYS), value, 6.0, aside)
 
 
 def long_value() -> Hard:
-    """A key of a hundredth of the weight whose value is fifty times as long."""
+    """A key with a hundredth of the weight has a value fifty times as long."""
     value = torch.ones(KEYS, 4)
     value[300] = -50
     score = torch.zeros(KEYS)
@@ -119,7 +119,7 @@ def long_value() -> Hard:
 
 
 def cancelling() -> Hard:
-    """Values that all but cancel: the output is short, and its relative error large."""
+    """Values that nearly cancel: the output is short, so its relative error is large."""
     value = torch.ones(KEYS, 4)
     value[::2] = -1
     value[1] = 2

@@ -1,4 +1,4 @@
-"""What each head needs: how many of its best keys hold 99 % of the mass, and the error of the plan at some slots."""
+"""What each head needs: how many of its best keys hold 99 % of the mass, and its error under a plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.metrics import relative_error
 from fewkeys.integrations.interface import attach
 
 MASS = 0.99
@@ -18,10 +19,10 @@ CHUNK = 128
 
 
 def judge(stretch: Stretch) -> dict[str, Any]:
-    """Lists by layer and query head, over the judged queries, on what exact attention is given.
+    """Lists by layer and query head, means over the judged queries. Inputs are those of the exact model.
 
     needed: how many keys of largest weight hold `MASS` of it, on average; errors: by slots, the mean relative error of
-    the head's output under `fk.budget(slots, is_causal=True)`; oracle: that of each query's own so many best keys.
+    the head's output under `fk.budget(slots, is_causal=True)`; oracle: the same for each query's best keys.
     """
     measured = _Measured(stretch.first)
     detach = attach(stretch.model, measured).detach
@@ -34,7 +35,7 @@ def judge(stretch: Stretch) -> dict[str, Any]:
 
 
 class _Measured:
-    """Answers exactly, and notes what the heads of the layer would need."""
+    """Answers by exact attention, and records what the heads of each layer need."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -45,11 +46,11 @@ class _Measured:
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         rows = (inputs.query, inputs.key, inputs.value)
         exact = fk.attention(*rows, **inputs.options())
-        own, late = slice(self.first, None), exact[:, :, self.first :]
+        judged = exact[:, :, self.first :]
         for slots in SLOTS:
             plan = fk.budget(slots, is_causal=True).never_exact()
-            found = fk.attention(*rows, plan=plan, **inputs.options())
-            self.errors[str(slots)].append(_error(found[:, :, own], late))
+            output = fk.attention(*rows, plan=plan, **inputs.options())
+            self.errors[str(slots)].append(_error(output[:, :, self.first :], judged))
         needed, oracle = [], {slots: [] for slots in SLOTS}
         ratio = inputs.query.shape[1] // inputs.key.shape[1]
         key, value = (rows.repeat_interleave(ratio, 1)[0] for rows in (inputs.key, inputs.value))
@@ -63,10 +64,10 @@ class _Measured:
                 oracle[slots].append(best @ value / best.sum(-1, keepdim=True))
         self.needed.append(torch.cat(needed, -1).double().mean(-1).tolist())
         for slots in SLOTS:
-            self.oracle[str(slots)].append(_error(torch.cat(oracle[slots], 1)[None], late))
+            self.oracle[str(slots)].append(_error(torch.cat(oracle[slots], 1)[None], judged))
         return exact
 
 
 def _error(approx: Tensor, exact: Tensor) -> list[float]:
     """By head, of one sequence."""
-    return ((approx - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-12))[0].double().mean(-1).tolist()
+    return relative_error(approx, exact)[0].double().mean(-1).tolist()

@@ -1,4 +1,4 @@
-"""Perplexity of a stretch of text, and how far a replaced model's predictions are from its own."""
+"""Perplexity of a stretch of text, and the distance of predictions with replaced attention from exact ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from experiments.decoders.methods import EXACT, replaced
 from torch import Tensor
 
 from fewkeys.integrations.loading import quiet
+
+
+def compared(exact: Tensor, other: Tensor, tokens: Tensor) -> dict[str, float]:
+    """The perplexity of `tokens` (N,) by `other`, its ratio to that by `exact`, and KL(exact || other), a mean.
+
+    Both are log-probabilities (N, V).
+    """
+    loss, least = (-rows.gather(1, tokens[:, None]).mean() for rows in (other, exact))
+    parts = zip(exact.split(256), other.split(256), strict=True)
+    kl = sum(float((p.exp() * (p - q)).sum()) for p, q in parts) / len(exact)
+    return {"perplexity": loss.exp().item(), "ratio": (loss - least).exp().item(), "kl": kl}
 
 
 class Stretch:
@@ -28,23 +39,20 @@ class Stretch:
         self._exact: Tensor | None = None
 
     def judge(self, method: str, slots: int) -> dict[str, float]:
-        """Perplexity, and its ratio to exact attention's, with KL(exact || method) as the mean over tokens."""
+        """What `compared` says of the method, and the slots that its queries pay."""
         length = self.tokens.shape[1]
         if self._exact is None:
-            self._exact = self._predict()
-        exact, few, paid = self._exact, self._exact, (self.first + length + 1) / 2
+            self._exact = self.predict()
+        exact, predicted, paid = self._exact, self._exact, (self.first + length + 1) / 2
         if method != EXACT:
-            with replaced(self.model, method, slots, length, self.first) as spent:
-                few = self._predict()
-                paid = spent()
-        told = self.tokens[0, self.first + 1 :, None]
-        loss, own = -few.gather(1, told).mean(), -exact.gather(1, told).mean()
-        parts = zip(exact.split(256), few.split(256), strict=True)
-        apart = sum(float((p.exp() * (p - q)).sum()) for p, q in parts) / len(exact)
-        return {"perplexity": loss.exp().item(), "ratio": (loss - own).exp().item(), "kl": apart, "paid": paid}
+            with replaced(self.model, method, slots, length, self.first) as paid_so_far:
+                predicted = self.predict()
+                paid = paid_so_far()
+        return {**compared(exact, predicted, self.tokens[0, self.first + 1 :]), "paid": paid}
 
     @torch.no_grad()
-    def _predict(self) -> Tensor:
-        """Log-probabilities of what follows each judged token."""
+    def predict(self, cache: Any = None) -> Tensor:
+        """Log-probabilities of the token after each judged token; with a cache, the model reads through it."""
+        options = {"use_cache": False} if cache is None else {"past_key_values": cache}
         keep = self.tokens.shape[1] - self.first
-        return self.model(self.tokens, use_cache=False, logits_to_keep=keep).logits[0, :-1].float().log_softmax(-1)
+        return self.model(self.tokens, logits_to_keep=keep, **options).logits[0, :-1].float().log_softmax(-1)

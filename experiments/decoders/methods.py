@@ -1,15 +1,13 @@
-"""The rows: who answers attention, and what a query pays.
+"""The methods: how attention is answered, and what a query pays.
 
-Every method is asked for a number of slots; what it pays, kept keys and everything it scores to find them, is counted.
+Every method gets a number of slots. What it pays is counted: the keys that it keeps, and all that it scores to find
+them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,23 +19,13 @@ import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
 EXACT, OURS = "exact", "fewkeys"
-TUNED = {"fewkeys, tuned": "tuned-{}"}
-"""The folders of the plans that `tuned.py` has found, by their slots."""
-TUNED_PLANS = Path(__file__).parent / "results"
 SINKS = 4
-
-
-def _tuned(folder: str, slots: int) -> fk.ModelPlan:
-    return fk.ModelPlan.from_pretrained(TUNED_PLANS / folder.format(slots))
-
-
-PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
+PLANS: dict[str, Callable[[int], fk.Plan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
-    **{name: partial(_tuned, folder) for name, folder in TUNED.items()},
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
 }
-"""Plans whose queries pay as many slots whatever the data."""
+"""Plans: what a query pays does not depend on the data."""
 RULES: dict[str, Callable[[int], Rule]] = {
     "oracle": lambda slots: Chosen(fk.TopK(slots)),
     "Quest": Quest,
@@ -49,16 +37,16 @@ RULES: dict[str, Callable[[int], Rule]] = {
     "key norm": lambda slots: Chosen(fk.Sinks(SINKS) | fk.select.KeyNorm(slots // 2 - SINKS) | fk.Window(slots // 2)),
     "random keys": lambda slots: Chosen(fk.Sinks(SINKS) | fk.RandomKeys(slots // 2 - SINKS) | fk.Window(slots // 2)),
 }
-"""Half of the slots are a window where a method chooses keys of the past; without sinks the controls say nothing."""
+"""Where a method chooses keys of the past, half of the slots are a window. The controls fail without the first keys."""
 METHODS = (EXACT, *PLANS, *RULES)
-UNTUNED = tuple(method for method in METHODS if method not in TUNED)
 
 
 @contextmanager
 def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> Iterator[Callable[[], float]]:
     """The model with the attention of every layer replaced.
 
-    What is yielded gives, after a forward of one sequence of `tokens`, the slots that queries from `first` on paid.
+    Yields a function. After a forward of one sequence of `tokens` it returns the slots that queries from `first` on
+    paid on average.
     """
     if method == EXACT:
         yield lambda: (first + tokens + 1) / 2
@@ -75,12 +63,8 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
             detach()
 
 
-def paid_by(plan: fk.Plan | fk.ModelPlan, config: Any, tokens: int, first: int) -> float:
-    """Slots that queries `first` .. `tokens - 1` of a model with this configuration pay on average, by any data."""
-    if isinstance(plan, fk.ModelPlan):
-        counts = Counter(own for layer in plan for own in layer)
-        total = sum(count * paid_by(own, config, tokens, first) for own, count in counts.items())
-        return total / counts.total()
+def paid_by(plan: fk.Plan, config: Any, tokens: int, first: int) -> float:
+    """Slots that queries `first` .. `tokens - 1` of a model of this configuration pay on average, whatever the data."""
     if plan.keep is None:
         raise ValueError("plan: expected one that keeps some keys, got exact attention")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -8,17 +8,14 @@ from statistics import mean, quantiles
 from typing import Any
 
 from experiments.decoders.heads import SLOTS
-from experiments.decoders.methods import EXACT, METHODS, OURS, TUNED
+from experiments.decoders.methods import EXACT, METHODS, OURS
 from experiments.decoders.tasks import TASKS
 from experiments.peers.picture import DECODERS
 
-from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import draw, logarithmic, name_lines, save, say, sheet
 
 Cells = list[dict[str, Any]]
-LOOKS = DECODERS | {
-    "constant memory": DECODERS["fewkeys, constant memory"],
-    **{method: Look("#006d4f", "-", 2.4, "o") for method in TUNED},
-}
+LOOKS = DECODERS | {"constant memory": DECODERS["fewkeys, constant memory"]}
 
 
 def table(cells: Cells) -> str:
@@ -33,12 +30,12 @@ def _of(cells: Cells, kind: str) -> Cells:
 
 def _rows(cells: Cells) -> list[tuple[str, int]]:
     """Methods and slots, by slots, in the order of the methods."""
-    found = {(cell["method"], cell["slots"]) for cell in cells if cell["method"] != EXACT}
-    return sorted(found, key=lambda row: (-row[1], METHODS.index(row[0])))
+    rows = {(cell["method"], cell["slots"]) for cell in cells if cell["method"] != EXACT}
+    return sorted(rows, key=lambda row: (-row[1], METHODS.index(row[0])))
 
 
 def _name(method: str, slots: int) -> str:
-    return f"**{method} {slots}**" if method in (OURS, *TUNED) else f"{method} {slots}"
+    return f"**{method} {slots}**" if method == OURS else f"{method} {slots}"
 
 
 def _markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -47,7 +44,7 @@ def _markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _perplexity(cells: Cells) -> list[str]:
-    found = []
+    tables = []
     for text, length in dict.fromkeys((cell["text"], cell["length"]) for cell in cells):
         mine = [cell for cell in cells if (cell["text"], cell["length"]) == (text, length)]
         exact = {cell["place"]: cell["perplexity"] for cell in mine if cell["method"] == EXACT}
@@ -55,47 +52,47 @@ def _perplexity(cells: Cells) -> list[str]:
         head = ["method and slots", "paid", *(f"from {place} (exact {exact[place]:.2f})" for place in places)]
         rows = []
         for row in _rows(mine):
-            own = {cell["place"]: cell for cell in mine if (cell["method"], cell["slots"]) == row}
+            by_place = {cell["place"]: cell for cell in mine if (cell["method"], cell["slots"]) == row}
             shown = [
-                f"{own[place]['ratio']:.3f} (KL {own[place]['kl']:.3f})" if place in own else "not measured yet"
-                for place in places
+                f"{by_place[at]['ratio']:.3f} (KL {by_place[at]['kl']:.3f})" if at in by_place else "not measured yet"
+                for at in places
             ]
-            rows.append([_name(*row), f"{mean(cell['paid'] for cell in own.values()):.0f}", *shown])
+            rows.append([_name(*row), f"{mean(cell['paid'] for cell in by_place.values()):.0f}", *shown])
         if rows:
-            found.append(_markdown(f"{text}, {length:,} tokens: perplexity over exact attention's", head, rows))
-    return found
+            tables.append(_markdown(f"{text}, {length:,} tokens: perplexity over exact attention's", head, rows))
+    return tables
 
 
 def _retrieval(cells: Cells) -> list[str]:
-    found = []
+    tables = []
     for length in dict.fromkeys(cell["length"] for cell in cells):
         mine = [cell for cell in cells if cell["length"] == length]
         exact = {(cell["task"], cell["seed"]): cell for cell in mine if cell["method"] == EXACT}
         tasks = [task for task in TASKS if any(cell["task"] == task for cell in mine)]
         rows = []
         for row in [(EXACT, 0), *_rows(mine)]:
-            own = [cell for cell in mine if (cell["method"], cell["slots"]) == row]
-            own = [cell for cell in own if (cell["task"], cell["seed"]) in exact]
-            if not own:
+            of_row = [cell for cell in mine if (cell["method"], cell["slots"]) == row]
+            of_row = [cell for cell in of_row if (cell["task"], cell["seed"]) in exact]
+            if not of_row:
                 continue
-            pairs = [(cell, exact[cell["task"], cell["seed"]]) for cell in own]
-            share = sum(cell["right"] for cell in own) / max(1, sum(best["right"] for _, best in pairs))
+            pairs = [(cell, exact[cell["task"], cell["seed"]]) for cell in of_row]
+            share = sum(cell["right"] for cell in of_row) / max(1, sum(best["right"] for _, best in pairs))
             lost = mean(best["likelihood"] - cell["likelihood"] for cell, best in pairs)
             shown = []
             for task in tasks:
-                some = [cell for cell in own if cell["task"] == task]
-                right, answers = (sum(cell[name] for cell in some) for name in ("right", "answers"))
-                shown.append(f"{right:.0f} / {answers:.0f}" if some else "not measured yet")
+                of_task = [cell for cell in of_row if cell["task"] == task]
+                right, answers = (sum(cell[name] for cell in of_task) for name in ("right", "answers"))
+                shown.append(f"{right:.0f} / {answers:.0f}" if of_task else "not measured yet")
             name = EXACT if row[0] == EXACT else _name(*row)
-            paid = mean(cell["paid"] for cell in own)
+            paid = mean(cell["paid"] for cell in of_row)
             rows.append([name, f"{paid:.0f}", *shown, f"{share:.2f}", f"{lost:.2f}"])
         head = ["method and slots", "paid", *tasks, "share of exact's", "log-likelihood lost"]
-        found.append(_markdown(f"Retrieval at {length:,} tokens: answers that are right", head, rows))
-    return found
+        tables.append(_markdown(f"Retrieval at {length:,} tokens: answers that are right", head, rows))
+    return tables
 
 
 def _heads(cells: Cells) -> list[str]:
-    found = []
+    tables = []
     for cell in cells:
         columns = {"keys that hold 99 % of the mass": _flat(cell["needed"])}
         for slots in SLOTS:
@@ -108,8 +105,8 @@ def _heads(cells: Cells) -> list[str]:
             digits = 0 if "keys that" in name else 3
             rows.append([name, *(f"{cut(values):.{digits}f}" for cut in cuts.values())])
         title = f"{cell['text']}, {cell['length']:,} tokens: what the heads need"
-        found.append(_markdown(title, ["", *cuts], rows))
-    return found
+        tables.append(_markdown(title, ["", *cuts], rows))
+    return tables
 
 
 def _cut(percent: int) -> Any:
@@ -125,9 +122,7 @@ def save_figure(cells: Cells, path: Path) -> None:
     figure, (text, recall, heads) = sheet(
         "A real decoder with few slots", _about(cells), columns=3, size=(4.0, 3.6), names=1.75
     )
-    _lines(
-        text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), (1.0, 1.2, 1.5, 2.0, 3.0)
-    )
+    _lines(text, _of(cells, "perplexity"), _mean_ratio, (1.0, 1.2, 1.5, 2.0, 3.0))
     say(text, "tokens", "over exact attention's", "Perplexity")
     _lines(recall, _of(cells, "retrieval"), _share)
     say(recall, "tokens", "share of exact attention's", "Right answers of retrieval")
@@ -147,13 +142,17 @@ def _about(cells: Cells) -> str:
     return f"{texts[0] if texts else 'retrieval'} \u00b7 {slots} slots"
 
 
-def _share(own: Cells, exact: Cells) -> float:
+def _mean_ratio(cells: Cells, exact: Cells) -> float:
+    return mean(cell["ratio"] for cell in cells)
+
+
+def _share(cells: Cells, exact: Cells) -> float:
     best = {(cell["task"], cell["seed"]): cell["right"] for cell in exact}
-    return sum(cell["right"] for cell in own) / max(1, sum(best[cell["task"], cell["seed"]] for cell in own))
+    return sum(cell["right"] for cell in cells) / max(1, sum(best[cell["task"], cell["seed"]] for cell in cells))
 
 
 def _lines(axes: Any, cells: Cells, figure: Any, marks: Sequence[float] | None = None) -> None:
-    """One line a method, over the length: of the first text, and the most slots. Logarithmic where there are marks."""
+    """A line for each method over the length, of the first text and the most slots. Logarithmic with `marks`."""
     cells = [cell for cell in cells if cell.get("text") == cells[0].get("text")]
     if not cells:
         return
@@ -162,10 +161,11 @@ def _lines(axes: Any, cells: Cells, figure: Any, marks: Sequence[float] | None =
     for method in METHODS[1:]:
         points = []
         for length in lengths:
-            own = [cell for cell in cells if (cell["method"], cell["slots"], cell["length"]) == (method, most, length)]
+            at = (method, most, length)
+            measured = [cell for cell in cells if (cell["method"], cell["slots"], cell["length"]) == at]
             exact = [cell for cell in cells if (cell["method"], cell["length"]) == (EXACT, length)]
-            if own and exact:
-                points.append((length, figure(own, exact)))
+            if measured and exact:
+                points.append((length, figure(measured, exact)))
         if points:
             draw(axes, *zip(*points, strict=True), LOOKS[method])
             ends[method] = points[-1]

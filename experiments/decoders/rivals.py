@@ -1,7 +1,7 @@
-"""Peers, small and plain, after their papers: Quest's pages, Multipole's clusters, caches that evict, any selector.
+"""Small implementations after the papers: Quest's pages, Multipole's clusters, caches that evict, any selector.
 
-Each is strictly causal and played for every query of a sequence, prompt and all. Where everything a query sees fits
-into the slots, it keeps everything and scores nothing.
+Each is strictly causal and answers every query of a sequence, those of the prompt included. A query that sees no more
+keys than it has slots keeps them all and scores nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fewkeys.select.base import Selector
 
 CHUNK = 128
-"""Queries at a time, where the rule itself has no blocks."""
+"""Queries at a time, where the rule has no blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Evicting:
-    """A cache of so many slots that lets keys go one by one; half of it are the latest keys."""
+    """A cache of `slots` keys that evicts keys one by one; half of it holds the latest keys."""
 
     slots: int
     account: Account
@@ -56,7 +56,7 @@ class Quest:
     """Pages of consecutive keys, bounded coordinate by coordinate (Tang et al., "Quest", 2024).
 
     A query scores every whole page of its past by `sum_i max(q_i low_i, q_i high_i)`, the highest score that a key
-    inside could have, and keeps its own page and the best others, at least one. Pages scored count as slots, one each,
+    inside could have. It keeps its own page and the best others, at least one. Each scored page counts as a slot,
     unless `free`, as the paper counts.
     """
 
@@ -70,27 +70,27 @@ class Quest:
         low, high = pages.amin(2).unsqueeze(1), pages.amax(2).unsqueeze(1)
         for start, stop in _chunks(key):
             place = torch.arange(start, stop).unsqueeze(-1)
-            own, few = place // self.page, place < self.slots
-            past = torch.arange(whole) < own
+            page, fits = place // self.page, place < self.slots
+            past = torch.arange(whole) < page
             now = query[:, :, start:stop]
             bound = now.clamp_min(0) @ high.mT + now.clamp_max(0) @ low.mT
-            room = self.slots - (place % self.page + 1) - (0 if self.free else own)
+            room = self.slots - (place % self.page + 1) - (0 if self.free else page)
             opened = _best(bound.masked_fill(~past, -torch.inf), (room // self.page).clamp_min(1)) & past
             kept = opened.repeat_interleave(self.page, -1)
             kept = torch.nn.functional.pad(kept, (0, key.shape[1] - kept.shape[-1]))[..., :stop]
-            kept = kept | (torch.arange(stop) // self.page == own) | few
-            yield Look(start, stop, kept, (own * ~few).squeeze(-1).expand(kept.shape[:-1]))
+            kept = kept | (torch.arange(stop) // self.page == page) | fits
+            yield Look(start, stop, kept, (page * ~fits).squeeze(-1).expand(kept.shape[:-1]))
 
 
 @dataclass(frozen=True)
 class Multipole:
     """Clusters of past keys (Hooper et al., "Multipole Attention", 2025).
 
-    Keys are sealed `block` at a time, a new cluster for every `size` of them, seeded by one of them, and k-means goes
-    on over all sealed keys for `rounds` rounds: more often and over more keys than the paper's own clustering. A query
-    scores the means of all clusters, keeps the keys of the best as far as its slots go, at least those of one, and
-    those not sealed yet; every other cluster stands in with its mean value and logit `q . mean key + log count`.
-    Means count as slots, one each, unless `free`.
+    Keys are sealed `block` at a time. Every `size` of them get a new cluster, seeded by one of them, and `rounds`
+    rounds of k-means over all sealed keys follow: more rounds and keys than in the paper. A query scores all means.
+    It keeps the keys of the best clusters as far as its slots go, at least those of one, and the keys that are not
+    sealed. Every other cluster stands in with its mean value and the logit `q . mean key + log count`. Each mean
+    counts as a slot, unless `free`.
     """
 
     slots: int
@@ -109,14 +109,14 @@ class Multipole:
                 yield Look(start, stop, kept, _none(kept))
                 continue
             for _ in range(self.rounds):
-                own, count = _nearest(key[:, :start], mean)
-                mean = torch.where(count > 0, _sums(key[:, :start], own, mean) / count.clamp_min(1), mean)
-            own, count = _nearest(key[:, :start], mean)
-            stand_in = _sums(value[:, :start], own, mean) / count.clamp_min(1)
-            yield self._look(now, start, own, count.squeeze(-1), mean, stand_in)
+                cluster, count = _nearest(key[:, :start], mean)
+                mean = torch.where(count > 0, _sums(key[:, :start], cluster, mean) / count.clamp_min(1), mean)
+            cluster, count = _nearest(key[:, :start], mean)
+            stand_in = _sums(value[:, :start], cluster, mean) / count.clamp_min(1)
+            yield self._look(now, start, cluster, count.squeeze(-1), mean, stand_in)
 
-    def _look(self, query: Tensor, start: int, own: Tensor, count: Tensor, mean: Tensor, value: Tensor) -> Look:
-        """Of sealed keys in clusters `own` (Hkv, T) of `count` (Hkv, C) keys each; an empty one is not there."""
+    def _look(self, query: Tensor, start: int, cluster: Tensor, count: Tensor, mean: Tensor, value: Tensor) -> Look:
+        """`cluster` (Hkv, T): that of each sealed key; `count` (Hkv, C): their sizes. Empty clusters are left out."""
         tail = torch.arange(1, query.shape[2] + 1)
         score = (query @ mean[:, None].mT).masked_fill((count == 0)[:, None, None], -torch.inf)
         used = (count > 0).sum(-1)[:, None, None].expand(query.shape[:-1])
@@ -126,7 +126,7 @@ class Multipole:
         fits = sizes <= room.unsqueeze(-1)
         fits[..., 0] = True
         opened = torch.zeros_like(fits).scatter(-1, order, fits)
-        kept = opened.gather(-1, own[:, None, None].expand(*opened.shape[:-1], -1))
+        kept = opened.gather(-1, cluster[:, None, None].expand(*opened.shape[:-1], -1))
         kept = torch.nn.functional.pad(kept, (0, query.shape[2]), value=True)
         logit = (score + count.clamp_min(1).log()[:, None, None]).masked_fill(opened, -torch.inf)
         return Look(start, start + query.shape[2], kept, used, logit, value)
@@ -138,7 +138,7 @@ def _chunks(key: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _none(kept: Tensor) -> Tensor:
-    """No mean scored, by any query of a mask."""
+    """No query of the mask scores a mean."""
     return torch.zeros(kept.shape[:-1], dtype=torch.int64)
 
 
@@ -149,12 +149,12 @@ def _best(score: Tensor, count: Tensor) -> Tensor:
 
 def _nearest(rows: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest mean (H, C, D) of each row (H, T, D), and how many rows each mean has, (H, C, 1)."""
-    own = (mean.square().sum(-1).unsqueeze(1) - 2 * rows @ mean.mT).argmin(-1)
-    count = torch.zeros(mean.shape[:2]).scatter_add(-1, own, torch.ones(own.shape))
-    return own, count.unsqueeze(-1)
+    cluster = (mean.square().sum(-1).unsqueeze(1) - 2 * rows @ mean.mT).argmin(-1)
+    count = torch.zeros(mean.shape[:2]).scatter_add(-1, cluster, torch.ones(cluster.shape))
+    return cluster, count.unsqueeze(-1)
 
 
-def _sums(rows: Tensor, own: Tensor, mean: Tensor) -> Tensor:
-    """The sums of rows (H, T, X) by mean, (H, C, X)."""
-    index = own.unsqueeze(-1).expand(rows.shape)
+def _sums(rows: Tensor, cluster: Tensor, mean: Tensor) -> Tensor:
+    """The sums of rows (H, T, X) by cluster, (H, C, X)."""
+    index = cluster.unsqueeze(-1).expand(rows.shape)
     return torch.zeros(*mean.shape[:2], rows.shape[-1]).scatter_add(1, index, rows)

@@ -2,17 +2,16 @@
 
     python -m experiments.embeddings.run --text wikitext.txt.gz --work DIR
 
-all-MiniLM-L6-v2 embeds texts of 512 tokens, cut from one text one after another: exactly, by plans and by controls.
-The agreement is the share of texts whose nearest neighbour among the others, by cosine, is the one under exact
-attention; both the text and the others are embedded by the plan. 64 slots are judged on `--texts` texts, all else on
-the first `--few` of them. `--work` keeps finished embeddings, so that a run that was stopped goes on.
-Writes experiments/embeddings/results/minilm.json and minilm.png; `--draw` draws what is committed again.
+all-MiniLM-L6-v2 embeds texts of 512 tokens, consecutive pieces of one text: exactly, by plans and by controls. The
+agreement is the share of texts whose nearest neighbour among the others, by cosine, is the same as under exact
+attention; the plan embeds all of them. 64 slots are judged on `--texts` texts, all other rows on the first `--few` of
+them. `--work` keeps finished embeddings, so that a stopped run goes on. Writes experiments/embeddings/results/
+minilm.json and minilm.png; `--draw` only draws the committed figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from experiments.decoders.decoder import read_text
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -45,7 +45,7 @@ LOOKS = {"budget": Look("#009e73", width=3.4), "cohorts": Look("#0072b2"), "top"
 
 
 class Top:
-    """The oracle: every query's own `count` keys of the highest score, found by scoring all of them."""
+    """The oracle: the `count` keys of highest score of every query. All scores are computed to find them."""
 
     def __init__(self, model: Any, count: int) -> None:
         self.model, self.count = model, count
@@ -68,35 +68,35 @@ def ways(model: Any) -> dict[tuple[str, int], Callable[[], AbstractContextManage
     def planned(plan: fk.Plan) -> Callable[[], AbstractContextManager[object]]:
         return lambda: fk.apply(model, plan)
 
-    found: dict[tuple[str, int], Callable[[], AbstractContextManager[object]]] = {("exact", LENGTH): nullcontext}
-    found[("budget", 64)] = planned(fk.budget(64, cohorts=1).never_exact())
-    found[("cohorts", 64)] = planned(fk.budget(64, cohorts=32).never_exact())
-    found[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
-    found[("norm", 64)] = planned(fk.Plan(fk.select.KeyNorm(64)))
-    found[("top", 64)] = lambda: Top(model, 64)
-    found[("budget", 32)] = planned(fk.budget(32, cohorts=1).never_exact())
+    changes: dict[tuple[str, int], Callable[[], AbstractContextManager[object]]] = {("exact", LENGTH): nullcontext}
+    changes[("budget", 64)] = planned(fk.budget(64, cohorts=1).never_exact())
+    changes[("cohorts", 64)] = planned(fk.budget(64, cohorts=32).never_exact())
+    changes[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
+    changes[("norm", 64)] = planned(fk.Plan(fk.select.KeyNorm(64)))
+    changes[("top", 64)] = lambda: Top(model, 64)
+    changes[("budget", 32)] = planned(fk.budget(32, cohorts=1).never_exact())
     for slots in (128, 192, 256, 384):
-        found[("budget", slots)] = planned(fk.budget(slots, cohorts=1).never_exact())
-        found[("cohorts", slots)] = planned(fk.budget(slots, cohorts=32).never_exact())
-    return found
+        changes[("budget", slots)] = planned(fk.budget(slots, cohorts=1).never_exact())
+        changes[("cohorts", slots)] = planned(fk.budget(slots, cohorts=32).never_exact())
+    return changes
 
 
 @torch.no_grad()
 def embedded(model: Any, ids: Tensor) -> Tensor:
-    """Unit embeddings (texts, D): the mean of the last hidden states, as the model's own pooling makes it."""
+    """Unit embeddings (texts, D): means of the last hidden states, which is the model's pooling."""
     return normalize(torch.cat([model(part).last_hidden_state.mean(1) for part in ids.split(8)]), dim=-1)
 
 
 def kept(folder: Path, name: str, ids: Tensor, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
-    """The embeddings and the seconds that they took, in pieces of 50 texts that are kept in files."""
+    """The embeddings and the seconds that they took. Pieces of 50 texts are kept in files."""
     rows, seconds = [], 0.0
     for number, part in enumerate(ids.split(50)):
         path = folder / f"{name}-{number}.safetensors"
         if not path.exists():
             start = perf_counter()
-            found = make(part)
+            embeddings = make(part)
             took = torch.tensor(perf_counter() - start)
-            save_file({"rows": found.contiguous(), "seconds": took}, path)
+            save_file({"rows": embeddings.contiguous(), "seconds": took}, path)
         held = load_file(path)
         rows.append(held["rows"])
         seconds += float(held["seconds"])
@@ -109,7 +109,7 @@ def neighbours(rows: Tensor) -> Tensor:
 
 
 def judged(rows: Tensor, exact: Tensor) -> dict[str, Any]:
-    """The agreement, a 95 % interval of it (Wilson), and the mean cosine of texts to themselves."""
+    """The agreement, its 95 % interval (Wilson), and the mean cosine between both embeddings of a text."""
     same, count = int((neighbours(rows) == neighbours(exact)).sum()), len(rows)
     share, z = same / count, 1.96
     middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -119,7 +119,7 @@ def judged(rows: Tensor, exact: Tensor) -> dict[str, Any]:
 
 
 def figure(data: dict[str, Any], path: Path) -> None:
-    """The agreement against slots, all on as many texts."""
+    """Draw the agreement against slots, on the same texts for all rows."""
     title, subtitle = "Nearest neighbours kept, all-MiniLM-L6-v2", f"{data['few']} texts of {LENGTH} tokens"
     page, (axes,) = sheet(title, f"{subtitle}, all embedded by the plan; bars are 95 % intervals")
     ends, every = {}, sorted({row["slots"] for row in data["rows"] if row["line"] != "exact"})
@@ -153,28 +153,26 @@ def main() -> None:
         if options.text is None or options.work is None:
             parser.error("--text and --work are needed, or --draw")
         options.work.mkdir(parents=True, exist_ok=True)
-        for found in run(options):
-            target.write_text(json.dumps(found, indent=1) + "\n")
+        for results in run(options):
+            target.write_text(json.dumps(results, indent=1) + "\n")
     figure(json.loads(target.read_text()), options.out / "minilm.png")
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What the file holds, after each row."""
-    read = options.text.read_bytes()
+    """The content of the file, after each row."""
     model, tokenizer = load_model(model_folder())
-    text = (gzip.decompress(read) if options.text.suffix == ".gz" else read).decode()
-    ids = torch.cat(batches([text], tokenizer, sequences=options.texts, length=LENGTH))
+    ids = torch.cat(batches([read_text(options.text)], tokenizer, sequences=options.texts, length=LENGTH))
     if len(ids) < options.texts:
         raise SystemExit(f"--text: expected {options.texts} texts of {LENGTH} tokens, got {len(ids)}")
     exact, rows = torch.empty(0), []
     for (line, slots), changed in ways(model).items():
         large = line == "exact" or (slots == 64 and line in ("budget", "cohorts"))
         with changed():
-            own = ids if large else ids[: options.few]
-            found, seconds = kept(options.work, f"{line}-{slots}", own, lambda part: embedded(model, part))
-        exact = found if line == "exact" else exact
-        each = {"line": line, "slots": slots, "seconds_per_text": seconds / len(found)}
-        rows += [each | judged(found[:count], exact[:count]) for count in sorted({options.few, len(found)})]
+            texts = ids if large else ids[: options.few]
+            unit, seconds = kept(options.work, f"{line}-{slots}", texts, lambda part: embedded(model, part))
+        exact = unit if line == "exact" else exact
+        row = {"line": line, "slots": slots, "seconds_per_text": seconds / len(unit)}
+        rows += [row | judged(unit[:count], exact[:count]) for count in sorted({options.few, len(unit)})]
         print({name: round(value, 4) if isinstance(value, float) else value for name, value in rows[-1].items()})
         made = {"machine": machine(), "versions": versions(with_transformers=True)}
         yield {"few": options.few, "length": LENGTH, "rows": rows, **made}

@@ -1,4 +1,4 @@
-"""Leave one model out: the rule that is best on all others, beside what is best on the one left out."""
+"""Leave one model out: the rule that is best on all others, compared with the best rule for the one left out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from experiments.encoders.shares import RULES, Rule, cohorts_of
 
 Place = tuple[str, int, int]
 """A model, a length and a number of slots."""
-Found = Mapping[str, Mapping[str, Sequence[float]]]
-"""By place, its three words in one, and plan: the mean error and that of the worst head."""
+Measured = Mapping[str, Mapping[str, Sequence[float]]]
+"""By place, as "MODEL LENGTH SLOTS", and plan: the mean error and that of the worst head."""
 
 ALIKE = {"vit", "digits"}
-"""Models of one kind, which are left out together, too."""
+"""Models of one kind, which are also left out together."""
 
 
-def by_place(found: Found) -> dict[Place, dict[str, Sequence[float]]]:
-    """What was found, with places taken apart."""
-    apart = ((key.split(), dict(plans)) for key, plans in found.items())
+def by_place(measured: Measured) -> dict[Place, dict[str, Sequence[float]]]:
+    """The errors, with places as tuples."""
+    apart = ((key.split(), dict(plans)) for key, plans in measured.items())
     return {(model, int(length), int(slots)): plans for (model, length, slots), plans in apart}
 
 
@@ -30,14 +30,14 @@ def mean_ratio(values: Sequence[float]) -> float:
 
 
 class Errors:
-    """What every rule has at the places of every model, at the number of cohorts that the budget has there."""
+    """The errors of every rule at the places of every model, with the number of cohorts that the budget has there."""
 
-    def __init__(self, found: Found) -> None:
-        self._at = by_place(found)
+    def __init__(self, measured: Measured) -> None:
+        self._at = by_place(measured)
         tried = {slots: [rule.cell(slots, cohorts_of(slots)) for rule in RULES] for _, _, slots in self._at}
         everywhere = [i for i in range(len(RULES)) if all(cells[i] is not None for cells in tried.values())]
         self.rules = [RULES[i] for i in everywhere]
-        """Those that have a plan at every number of slots."""
+        """The rules that have a plan at every number of slots."""
         self._names = {slots: [str(cells[i]) for i in everywhere] for slots, cells in tried.items()}
         self.slots = sorted(tried)
         self.models = list(dict.fromkeys(place[0] for place in self._at))
@@ -52,7 +52,7 @@ class Errors:
         }
 
     def least(self, model: str) -> dict[tuple[int, int], tuple[float, float]]:
-        """The least of each that any rule has, by length and slots."""
+        """The least mean error and the least worst head of any rule, by length and slots."""
         each = [self.of(rule, model) for rule in self.rules]
         return {
             place: (min(errors[place][0] for errors in each), min(errors[place][1] for errors in each))
@@ -61,7 +61,7 @@ class Errors:
 
     @cached_property
     def excess(self) -> dict[str, dict[Rule, float]]:
-        """By model and rule, how many times the least errors the rule has there, mean error and worst head alike."""
+        """By model and rule, the errors over the least ones: a geometric mean of mean errors and worst heads."""
         return {model: {rule: self._excess(rule, model) for rule in self.rules} for model in self.models}
 
     def _excess(self, rule: Rule, model: str) -> float:
@@ -72,24 +72,24 @@ class Errors:
         return mean_ratio([errors[place][k] / least[place][k] for place in errors for k in (0, 1)])
 
     def beside_best(self, rule: Rule, model: str) -> float:
-        """The rule's excess beside that of the best rule for the model."""
+        """The rule's excess over that of the best rule for the model."""
         return self.excess[model][rule] / min(self.excess[model].values())
 
     def budget_beside_best(self, model: str) -> float:
-        """The excess of `fk.budget` beside that of the best rule for the model."""
+        """The excess of `fk.budget` over that of the best rule for the model."""
         errors = {place[1:]: plans["fk.budget"] for place, plans in self._at.items() if place[0] == model}
         return self._above_least(errors, model) / min(self.excess[model].values())
 
     def order(self, models: Sequence[str]) -> list[Rule]:
-        """The rules, the best first: the one that is nearest to the best rule on the model where it is farthest."""
+        """The rules, the best first: the one whose largest `beside_best` over these models is the least."""
         return sorted(self.rules, key=lambda rule: max(self.beside_best(rule, model) for model in models))
 
 
-def conclusions(found: Found) -> dict[str, Any]:
-    """For every model, and for those of one kind together, the rule that the others choose, how it does beside the best
-    rule for that model and beside the best plan at each length and number of slots; and the rule that all choose.
+def conclusions(measured: Measured) -> dict[str, Any]:
+    """For every model, and for those of one kind together: the rule chosen on the others, its errors over those of the
+    best rule for that model, and over the best at each length and number of slots. Also the rule chosen on all.
     """
-    errors = Errors(found)
+    errors = Errors(measured)
     if len(errors.models) < 2:
         raise ValueError(f"--models: expected two at least, got {', '.join(errors.models) or 'none'}")
     held_out = []
@@ -98,15 +98,16 @@ def conclusions(found: Found) -> dict[str, Any]:
         apart += [(model, ALIKE) for model in sorted(ALIKE)]
     for model, without in apart:
         others = [name for name in errors.models if name not in without]
-        rule, own = (errors.order(names)[0] for names in (others, [model]))
-        chosen, best, least = errors.of(rule, model), errors.of(own, model), errors.least(model)
+        rule, best_rule = (errors.order(names)[0] for names in (others, [model]))
+        chosen, best, least = errors.of(rule, model), errors.of(best_rule, model), errors.least(model)
         ratios = {
             f"{kind} beside {name}": mean_ratio([chosen[place][k] / other[place][k] for place in chosen])
             for k, kind in enumerate(("error", "worst"))
             for name, other in (("best rule", best), ("best at each", least))
         }
         alike = ", ".join(sorted(without - {model}))
-        held_out.append({"model": model, "and": alike, "rule": str(rule), "best rule": str(own), **_short(ratios)})
+        rules = {"rule": str(rule), "best rule": str(best_rule)}
+        held_out.append({"model": model, "and": alike, **rules, **_short(ratios)})
     order = errors.order(errors.models)
     rule = order[0]
     excess = {name: errors.beside_best(rule, name) for name in errors.models}

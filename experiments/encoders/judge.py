@@ -14,7 +14,7 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.metrics import relative_error
 
 SAMPLE = 64
-"""Queries of a head that are judged. Plans are prepared and answered for all of them."""
+"""Queries of a head that are judged. Plans are prepared for all queries and answer them all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,22 +48,23 @@ def problem(capture: Capture, layers: tuple[int, ...]) -> Problem:
 
 
 def judged(x: Problem, output: Tensor) -> tuple[float, float]:
-    """The mean of `|o - exact| / |exact|` over queries, sequences and heads, and the largest mean of one head, from the
-    answers (B, H, Q, Dv) to the sample.
+    """The mean of `|o - exact| / |exact|` over queries, sequences and heads, and the largest mean of one head.
+
+    output: (B, H, Q, Dv), the answers to the sample.
     """
     by_head = relative_error(output, x.exact).mean(-1).unflatten(0, (x.layers, -1)).mean(1)
     return float(by_head.mean()), float(by_head.max())
 
 
 def error(x: Problem, plan: fk.Plan) -> tuple[float, float]:
-    """What `judged` says of a plan."""
+    """The two errors of `judged`, of a plan."""
     call, draw = x.call, torch.Generator().manual_seed(0)
     output = fk.attention(call.query, call.key, call.value, plan=plan, **call.options(draw))
     return judged(x, output[:, :, x.sample])
 
 
 def best_keys(x: Problem, slots: int) -> tuple[float, float]:
-    """What `judged` says of each query's own best keys, all others dropped: it scores every pair, so it is a bound for
+    """The two errors of `judged`, of each query's best keys alone. All scores are computed to find them: a bound for
     plans that only keep keys.
     """
     least = x.scores.topk(slots, -1).values[..., -1:]

@@ -2,9 +2,9 @@
 
     python -m experiments.encoders.live --work out/encoders
 
-In the first call, the first sequence, 8 queries of each head are answered exactly and by every plan of `FORMS`. Each
-head then has the plan of least error, or is exact if its error is among the largest. The errors are those of later
-sequences. The captures are those that `run.py` keeps in --work. The table is results/live.md.
+In the first call, which is the first sequence, 8 queries of each head are answered exactly and by every plan of
+`forms`. Each head then has the plan of least error, or is exact if its error is among the largest. Errors are those of
+later sequences. The captures are those that `run.py` keeps in --work. The table is results/live.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import fewkeys as fk
 from fewkeys.core.metrics import relative_error
 
 QUERIES = 8
-"""Of each head, answered exactly in the first call."""
+"""Queries of each head that are answered exactly in the first call."""
 EXACT_HEADS = 12
-"""One head of so many is moved to exact attention."""
+"""One head of this many is moved to exact attention."""
 PLACES = {"minilm": 512, "mpnet": 512, "whisper": 500, "albert": 512, "vit": 197}
 """The models and lengths: those with several sequences."""
 RESULT = Path(__file__).parent / "results" / "live.md"
@@ -49,7 +49,7 @@ def forms(slots: int) -> list[fk.Plan]:
 
 
 def errors(x: Problem, plan: fk.Plan) -> Tensor:
-    """(layers H, sequences, sample): of each judged query."""
+    """The error of each judged query: (layers H, sequences, sample)."""
     call, draw = x.call, torch.Generator().manual_seed(0)
     output = fk.attention(call.query, call.key, call.value, plan=plan, **call.options(draw))[:, :, x.sample]
     return relative_error(output, x.exact).unflatten(0, (x.layers, -1)).transpose(1, 2).flatten(0, 1)
@@ -83,12 +83,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("out/encoders"), help="where run.py kept its captures")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     lines = list(HEAD)
     try:
         for name, length in PLACES.items():
-            x = problem(captured(name, length, {}, given.work), ENCODERS[name].layers)
+            x = problem(captured(name, length, {}, options.work), ENCODERS[name].layers)
             lines += [row(name, slots, x) for slots in (32, 64)]
             print(*lines[-2:], sep="\n", file=sys.stderr)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What each encoder is given to read, and the capture of its queries, keys and values."""
+"""The encoders, the inputs of each, and captures of their queries, keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 
 STRETCHES = 2
-"""How many pieces of a text or a recording each model reads."""
+"""Pieces of a text or a recording that each model reads."""
 IMAGES = 32
 HERE = Path(__file__).parent
 TOKEN = re.compile(r"\[[^]]+]|Br|Cl|>>|%\d\d|.")
@@ -35,7 +35,7 @@ Inputs = list[dict[str, Tensor]]
 class Encoder:
     """One model. `needs` names the files it reads; `read(paths, length)` gives the model and its batches.
 
-    `layers` are those that are judged: enough heads of every depth, and no more time than the experiment has.
+    `layers` are those that are judged: heads of every depth, but not all, since time is limited.
     """
 
     title: str
@@ -63,7 +63,7 @@ def text(folder: str | None) -> Callable[[Paths, int], tuple[Any, Inputs]]:
 def whisper(paths: Paths, length: int) -> tuple[Any, Inputs]:
     """Whisper's encoder on pieces of `length` frames of 20 ms, spread over a recording of 30 seconds.
 
-    A shorter crop meets the first `length` positions, as runtimes of Whisper with a shorter context do.
+    A shorter crop gets the first `length` positions, as in runtimes of Whisper with a shorter context.
     """
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 

@@ -1,4 +1,4 @@
-"""The table and the picture of what `run.py` found."""
+"""The table and the picture of the results of `run.py`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LOOKS = {
 
 def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, Sequence[float]]]:
     """By row and slots the mean error and that of the worst head, at the model's largest length. The rule is the one
-    that the other models chose.
+    chosen on the other models.
     """
     at, length, errors = by_place(data["errors"]), max(ENCODERS[model].lengths), Errors(data["errors"])
     rule = next(row["rule"] for row in data["chosen"]["held_out"] if row["model"] == model)
-    chosen = errors.of(next(known for known in errors.rules if str(known) == rule), model)
+    chosen = errors.of(next(each for each in errors.rules if str(each) == rule), model)
     rows: dict[str, dict[int, Sequence[float]]] = {name: {} for name in NAMES}
     for (name, long, slots), plans in at.items():
         if (name, long) == (model, length):
@@ -52,7 +52,7 @@ def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, Sequence[floa
 def table(data: dict[str, Any]) -> str:
     """Markdown: the choice, model by model; then mean error and worst head of every row at the largest lengths."""
     chosen = data["chosen"]
-    told = [
+    text = [
         "A rule chosen on all models but one, on the one left out: its mean error and its worst head, as multiples of "
         "those of the best single rule for that model, and of the best rule at each length and number of slots.",
         "",
@@ -61,12 +61,12 @@ def table(data: dict[str, Any]) -> str:
     ]
     for row in chosen["held_out"]:
         kinds = [f"{kind} beside {name}" for kind in ("error", "worst") for name in ("best rule", "best at each")]
-        told.append(
+        text.append(
             f"| {row['model']}{row['and'] and ' and ' + row['and']} | {row['rule']} | "
             + " | ".join(f"{row[kind]:.2f}" for kind in kinds)
             + " |"
         )
-    told += [
+    text += [
         "",
         f"On all models: {chosen['rule']}. Beside the best single rule for each: "
         + ", ".join(f"{model} {ratio:.2f}" for model, ratio in chosen["excess"].items())
@@ -77,16 +77,16 @@ def table(data: dict[str, Any]) -> str:
         "| slots | outliers, window, means, rank, cohorts |",
         "| --- | --- |",
     ]
-    told += [f"| {slots} | {cell} |" for slots, cell in chosen["cells"].items()]
+    text += [f"| {slots} | {cell} |" for slots, cell in chosen["cells"].items()]
     for model in dict.fromkeys(model for model, _, _ in by_place(data["errors"])):
         every = lines(data, model)
         slots = sorted({count for points in every.values() for count in points})
-        told += ["", f"{ENCODERS[model].title}, {max(ENCODERS[model].lengths):,} tokens: mean error, worst head", ""]
-        told += ["| slots | " + " | ".join(map(str, slots)) + " |", "| --- |" + " --- |" * len(slots)]
+        text += ["", f"{ENCODERS[model].title}, {max(ENCODERS[model].lengths):,} tokens: mean error, worst head", ""]
+        text += ["| slots | " + " | ".join(map(str, slots)) + " |", "| --- |" + " --- |" * len(slots)]
         for name, points in every.items():
             shown = [f"{points[count][0]:.3f}, {points[count][1]:.2f}" if count in points else "" for count in slots]
-            told.append(f"| {NAMES[name]} | " + " | ".join(shown) + " |")
-    return "\n".join(told) + "\n"
+            text.append(f"| {NAMES[name]} | " + " | ".join(shown) + " |")
+    return "\n".join(text) + "\n"
 
 
 def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:

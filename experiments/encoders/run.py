@@ -3,10 +3,10 @@
     python -m experiments.encoders.run --files text=wikitext.txt.gz whisper=DIR speech=FILE.wav mpnet=DIR vit=DIR \
         mnist=DIR rxnmapper=DIR
 
-Every model reads inputs of several lengths; every plan of `shares.py`, and the rows beside them, are judged on its
-queries, keys and values. Each figure is added to results/encoders.json as soon as it is known, so that a stopped run
-goes on. `choose.py` then chooses a rule on all models but one, for each of them; results/table.md and
-results/encoders.png show what came of it. `--draw` only chooses and draws again.
+Every model reads inputs of several lengths. Every plan of `shares.py`, and the rows beside them, are judged on its
+queries, keys and values. The figures are written to results/encoders.json as they are measured, so that a stopped run
+goes on. For each model, `choose.py` then chooses a rule on all others; results/table.md and results/encoders.png show
+the outcome. `--draw` only chooses and draws again.
 """
 
 from __future__ import annotations
@@ -37,41 +37,39 @@ SLOTS = (8, 16, 32, 64, 128, 192, 512)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--files", nargs="+", default=[], metavar="NAME=PATH", help="what models and inputs are read from"
-    )
+    parser.add_argument("--files", nargs="+", default=[], metavar="NAME=PATH", help="where models and inputs are")
     parser.add_argument("--models", nargs="+", choices=ENCODERS, default=list(ENCODERS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("out/encoders"), help="where captures are kept")
     parser.add_argument("--draw", action="store_true", help="only choose and draw from the figures that are there")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     data: dict[str, Any] = {"errors": {}}
-    if (given.out / FILE).is_file():
-        data = read_json(given.out, FILE)
+    if (options.out / FILE).is_file():
+        data = read_json(options.out, FILE)
     try:
-        if not given.draw:
+        if not options.draw:
             torch.set_num_threads(1)
-            paths = {name: Path(path) for name, _, path in (pair.partition("=") for pair in given.files)}
-            for name in given.models:
+            paths = {name: Path(path) for name, _, path in (pair.partition("=") for pair in options.files)}
+            for name in options.models:
                 for length in ENCODERS[name].lengths[::-1]:
                     data |= {"machine": machine(), "versions": versions(with_transformers=True)}
-                    x = problem(captured(name, length, paths, given.work), ENCODERS[name].layers)
+                    x = problem(captured(name, length, paths, options.work), ENCODERS[name].layers)
                     for _ in _judged(data["errors"], name, length, x):
-                        write_json(given.out, FILE, data)
-    except ValueError as problem_said:
-        print(f"error: {problem_said}", file=sys.stderr)
+                        write_json(options.out, FILE, data)
+    except ValueError as missing:
+        print(f"error: {missing}", file=sys.stderr)
         return 2
     data["chosen"] = conclusions(data["errors"])
-    write_json(given.out, FILE, data)
-    (given.out / "table.md").write_text(table(data))
-    save_picture(data, given.out / "encoders.png")
+    write_json(options.out, FILE, data)
+    (options.out / "table.md").write_text(table(data))
+    save_picture(data, options.out / "encoders.png")
     print(table(data))
     return 0
 
 
 @torch.no_grad()
 def _judged(errors: dict[str, Any], name: str, length: int, x: Problem) -> Iterator[None]:
-    """Add the figures of one model and length that are not there, and pause after each number of slots."""
+    """Add the missing figures of one model and length; yields after each number of slots."""
     begun = perf_counter()
     for slots in (slots for slots in SLOTS if 2 * slots <= length):
         plans = errors.setdefault(f"{name} {length} {slots}", {})
@@ -86,7 +84,7 @@ def _judged(errors: dict[str, Any], name: str, length: int, x: Problem) -> Itera
 
 
 def compared(slots: int) -> dict[str, fk.Plan]:
-    """The plans beside the rules, by their names."""
+    """The plans that the rules are compared with, by name."""
     window = slots // 4 | 1
     return {
         BUDGET: fk.budget(slots).never_exact(),
@@ -97,9 +95,9 @@ def compared(slots: int) -> dict[str, fk.Plan]:
     }
 
 
-def _short(found: tuple[float, float]) -> list[float]:
+def _short(errors: tuple[float, float]) -> list[float]:
     """The mean error and that of the worst head, with four digits."""
-    return [float(f"{value:.4g}") for value in found]
+    return [float(f"{value:.4g}") for value in errors]
 
 
 if __name__ == "__main__":

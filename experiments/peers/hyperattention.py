@@ -1,7 +1,7 @@
-"""HyperAttention: sorted LSH blocks exactly, the rest from a sample of keys, ours, after the paper.
+"""HyperAttention: sorted LSH blocks exactly, the rest from a sample of keys. Our implementation after the paper.
 
-Queries and keys are sorted by an angular hash and cut into blocks; a query attends to its block, and to `sampled` keys
-drawn uniformly for all queries of the head, of which those outside its block stand for all keys outside it, each with
+Queries and keys are sorted by an angular hash and cut into blocks. A query attends to its block and to `sampled` keys,
+which are drawn uniformly for all queries of the head. Those outside its block represent all keys outside it, each with
 weight (keys outside) / (drawn outside). Cost O(n (block + sampled) D).
 
 Source: Han et al., "HyperAttention" (arXiv 2310.05869), algorithms 1 to 3; the hash has 7 planes as in its code.
@@ -24,7 +24,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
     block: int, sampled: int,
 ) -> Tensor:  # fmt: skip
-    """Attention to a block of so many keys, and a sample of so many."""
+    """Attention to a block of `block` keys and to `sampled` drawn keys."""
     check_encoder(is_causal)
     cut = hashed(q, k, block, PLANES, generator)
     near = beside(q, k, v, cut, scale)
@@ -50,13 +50,13 @@ def far(
     outside[-1] += yours.spare
     bias = level + (outside.clamp_min(1e-30).log()[:, None] - level.logsumexp(-1, keepdim=True)).nan_to_num(posinf=0.0)
     shape = (-1, mine.count, -1, -1)
-    some = [rows(x, drawn).flatten(0, 1).unsqueeze(1).expand(shape) for x in (k, v)]
-    out, total = partial(mine.blocks(q), *some, scale, bias.unsqueeze(2))
+    sample = [rows(x, drawn).flatten(0, 1).unsqueeze(1).expand(shape) for x in (k, v)]
+    out, total = partial(mine.blocks(q), *sample, scale, bias.unsqueeze(2))
     return mine.back(out), mine.back(total)
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     blocks = [block for block in (16, 32, 64, 128, 256) if block <= keys // 4]
     counts = [sampled for sampled in (32, 64, 128, 256, 512) if sampled <= keys // 2]
     return [{"block": block, "sampled": sampled} for block, sampled in product(blocks, counts)]

@@ -1,4 +1,4 @@
-"""KDEformer: sorted LSH blocks exactly, the rest from keys drawn by importance, ours, after the paper.
+"""KDEformer: sorted LSH blocks exactly, the rest from keys drawn by importance. Our implementation after the paper.
 
 Keys are drawn, with replacement, with chance `p_j = (|a_j|^2 / sum |a|^2 + |v_j|^2 / sum |v|^2) / 2`, a_j the column of
 key j in the softmax matrix of `probes` random queries, and weigh 1 / p_j; both the sums of weights and the values are
@@ -24,7 +24,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
     block: int, sampled: int, probes: int = 32,
 ) -> Tensor:  # fmt: skip
-    """Attention to a block of so many keys, and so many drawn by importance."""
+    """Attention to a block of `block` keys and to `sampled` keys drawn by importance."""
     check_encoder(is_causal)
     cut = hashed(q, k, block, PLANES, generator)
     near = beside(q, k, v, cut, scale)
@@ -35,16 +35,16 @@ def attend(
 
 
 def importance(q: Tensor, k: Tensor, v: Tensor, scale: float, probes: int, generator: torch.Generator) -> Tensor:
-    """The chance (B, H, N) of every key; none is zero."""
-    some = torch.rand(q.shape[:3], generator=generator).topk(min(probes, q.shape[2]), -1).indices
-    column = (scale * rows(q, some) @ k.mT).softmax(-1).square().sum(2)
+    """The probability (B, H, N) of every key, above zero."""
+    drawn = torch.rand(q.shape[:3], generator=generator).topk(min(probes, q.shape[2]), -1).indices
+    column = (scale * rows(q, drawn) @ k.mT).softmax(-1).square().sum(2)
     size = v.square().sum(-1)
     parts = [part / part.sum(-1, keepdim=True).clamp_min(1e-30) for part in (column, size)]
     return (parts[0] + parts[1]) / 2 + 1e-9
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched; the tables' samples are 64 and 56."""
+    """The settings to search; the paper's tables have samples of 64 and 56."""
     blocks = [block for block in (16, 32, 64, 128, 256) if block <= keys // 4]
     counts = [sampled for sampled in (32, 64, 128, 256, 512) if sampled <= keys // 2]
     return [{"block": block, "sampled": sampled} for block, sampled in product(blocks, counts)]

@@ -1,4 +1,4 @@
-"""One list of keys for all queries of a head: LevAttention, and the controls, which choose without looking for mass."""
+"""One list of keys for all queries of a head: LevAttention, and two controls."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def chance(
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """How many keys the controls keep."""
+    """Numbers of keys that the controls keep."""
     return [{"kept": kept} for kept in (16, 32, 64, 128, 256, 512, 1024) if kept <= keys // 2]
 
 
 def leverage_grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     return [{**more, "centre": centre} for more in grid(queries, keys, dim) for centre in (False, True)]

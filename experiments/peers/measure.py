@@ -1,4 +1,4 @@
-"""What a row costs and gives: errors and work of every setting, then times of those that could be on a front."""
+"""Errors and work of every setting, then times of the settings that may be on a front."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fewkeys.core.metrics import output_error
 
 Row = dict[str, Any]
 SEEDS = 3
-"""Errors are means over so many seeds where a call is short, of one seed where it is long."""
+"""Errors are means over 3 seeds for up to `LONG` queries, and of one seed beyond."""
 LONG = 2048
 SLACK = 1.5
-"""A setting is timed unless another one is better though taken to be so much slower than it seemed."""
+"""A setting is not timed if another has less error and is faster even when its rough time is multiplied by this."""
 MOST = 8
-"""Settings of a rival that are timed."""
+"""The most settings of a rival that are timed."""
 SLOWEST, ANY = 1.0, 500.0
-"""None is timed that seemed to take so many times as long as exact attention and more than so many milliseconds."""
+"""A setting is not timed if its rough time exceeds both exact attention's and 500 ms."""
 
 
 def answer(name: str, settings: dict[str, Any], x: Problem, seed: int = 0) -> Tensor:
-    """A row's output, by generator `seed`."""
+    """The output of a row. `seed`: of its generator."""
     generator = torch.Generator().manual_seed(seed)
     return PEERS[name].attend(x.query, x.key, x.value, scale=x.scale, is_causal=False, generator=generator, **settings)
 
 
 def exact(x: Problem) -> Tensor:
-    """What all are compared with: torch's fused attention."""
+    """The reference: torch's fused attention."""
     return scaled_dot_product_attention(x.query, x.key, x.value, scale=x.scale)
 
 
 def judge(name: str, settings: dict[str, Any], x: Problem, truth: Tensor) -> Row:
-    """Mean relative error, largest absolute error, the time that one call seemed to take, and its work.
+    """Mean relative error, largest absolute error, a rough time of one call, and its work.
 
-    Work is the multiply-adds of matrix products for a query, choosing included, in slots: D + Dv of them are one key.
-    Kernels do not show theirs; it is that of the same steps in torch.
+    Work counts the multiply-adds of matrix products for a query, selection included, in slots: one key is D + Dv of
+    them. Kernels cannot be counted; their work is that of the same steps in torch.
     """
     errors, largest, seconds = [], [], []
     spent = None
@@ -67,7 +67,7 @@ def judge(name: str, settings: dict[str, Any], x: Problem, truth: Tensor) -> Row
 
 
 def work(name: str, settings: dict[str, Any], x: Problem) -> tuple[float, Tensor]:
-    """Slots' worth of multiply-adds for a query, as torch counts those of matrix products, and the output."""
+    """Multiply-adds for a query in slots, as torch counts those of matrix products, and the output."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={fused: _fused, fused.default: _fused}) as counter:
         out = answer(name, settings, x)
@@ -81,28 +81,28 @@ def _fused(q: Any, k: Any, v: Any, *more: Any, out_shape: Any = None, **named: A
 
 
 def candidates(rows: Sequence[Row], exact_ms: float) -> list[Row]:
-    """The rows worth timing: of every peer, those that may be on its front, spread over it evenly."""
-    found = []
+    """The rows to time: of every peer those that may be on its front, spread evenly over it."""
+    chosen = []
     for name in dict.fromkeys(row["peer"] for row in rows):
         if PEERS[name].kind == "oracle":
             continue
-        own = sorted((row for row in rows if row["peer"] == name), key=lambda row: row["error"])
+        by_error = sorted((row for row in rows if row["peer"] == name), key=lambda row: row["error"])
         front = [
             row
-            for place, row in enumerate(own)
-            if not any(better["rough_ms"] * SLACK < row["rough_ms"] for better in own[:place])
+            for place, row in enumerate(by_error)
+            if not any(better["rough_ms"] * SLACK < row["rough_ms"] for better in by_error[:place])
         ]
         fast = [row for row in front if row["rough_ms"] < max(SLOWEST * exact_ms, ANY)]
         below = [row for row in fast if row["error"] < 1.0] or fast[:1]
         step = max(1.0, (len(below) - 1) / (MOST - 1))
-        found += [below[round(place * step)] for place in range(min(MOST, len(below)))]
-    return found
+        chosen += [below[round(place * step)] for place in range(min(MOST, len(below)))]
+    return chosen
 
 
 def time_all(rows: Sequence[Row], x: Problem, seconds: float, progress: Callable[[str], None]) -> tuple[float, int]:
-    """Set each row's `ms`, the least of its turns, and return exact attention's and how many turns there were.
+    """Set each row's `ms`, the least of its turns; return that of exact attention and the number of turns.
 
-    All take turns, exact attention first, until the seconds are over, three times at least.
+    All take turns, exact attention first, until the seconds are over, at least three times.
     """
     times: list[list[float]] = [[] for _ in range(len(rows) + 1)]
     began, turn = perf_counter(), 0
@@ -116,6 +116,6 @@ def time_all(rows: Sequence[Row], x: Problem, seconds: float, progress: Callable
             times[place].append(1e3 * (perf_counter() - start))
         turn += 1
         progress(f"turn {turn}, {perf_counter() - began:.0f} s")
-    for row, own in zip(rows, times[1:], strict=True):
-        row["ms"] = min(own)
+    for row, turns in zip(rows, times[1:], strict=True):
+        row["ms"] = min(turns)
     return min(times[0]), turn

@@ -1,4 +1,4 @@
-"""Nystromformer: attention through segment means of queries and keys, ours, after the paper.
+"""Nystromformer: attention through segment means of queries and keys. Our implementation after the paper.
 
     O = softmax(Q K~^T) softmax(Q~ K~^T)^+ softmax(Q~ K^T) V,
 
@@ -23,7 +23,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
     landmarks: int, iterations: int = 6,
 ) -> Tensor:  # fmt: skip
-    """Attention through so many landmarks; six iterations are the paper's."""
+    """Attention through `landmarks` means; the paper has six iterations."""
     check_encoder(is_causal)
     few_q, few_k = segments(q, landmarks), segments(k, landmarks)
     core = (scale * few_q @ few_k.mT).softmax(-1)
@@ -32,22 +32,22 @@ def attend(
 
 
 def segments(x: Tensor, count: int) -> Tensor:
-    """The means (B, H, count, D) of contiguous segments, as equal as can be."""
-    own = (torch.arange(x.shape[2]) * count // x.shape[2]).expand(x.shape[:3])
-    return averages(x, own, count)[0]
+    """The means (B, H, count, D) of contiguous segments of nearly equal size."""
+    segment = (torch.arange(x.shape[2]) * count // x.shape[2]).expand(x.shape[:3])
+    return averages(x, segment, count)[0]
 
 
 def inverse(core: Tensor, iterations: int) -> Tensor:
     """The Moore-Penrose inverse of a matrix of softmax rows, by an iteration of third order."""
     eye = torch.eye(core.shape[-1])
-    found = core.mT / (core.abs().sum(-2).amax(-1) * core.abs().sum(-1).amax(-1))[..., None, None]
+    inverted = core.mT / (core.abs().sum(-2).amax(-1) * core.abs().sum(-1).amax(-1))[..., None, None]
     for _ in range(iterations):
-        both = core @ found
-        found = 0.25 * found @ (13 * eye - both @ (15 * eye - both @ (7 * eye - both)))
-    return found
+        both = core @ inverted
+        inverted = 0.25 * inverted @ (13 * eye - both @ (15 * eye - both @ (7 * eye - both)))
+    return inverted
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     sizes = [landmarks for landmarks in (16, 32, 64, 128, 256) if landmarks <= keys // 2]
     return [{"landmarks": landmarks, "iterations": more} for landmarks, more in product(sizes, (6, 12))]

@@ -1,4 +1,4 @@
-"""Each query's own keys of largest score: a bound on what keeping keys can do. It scores all pairs; it has no time."""
+"""Each query's keys of largest score: a bound for methods that keep keys. It computes all scores and is not timed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def attend(
 ) -> Tensor:
     """Attention to the `kept` best keys of every query, renormalised."""
     check_encoder(is_causal)
-    return torch.cat([_some(part, k, v, scale, kept) for part in q.split(CHUNK, 2)], 2)
+    return torch.cat([_best(part, k, v, scale, kept) for part in q.split(CHUNK, 2)], 2)
 
 
-def _some(q: Tensor, k: Tensor, v: Tensor, scale: float, kept: int) -> Tensor:
+def _best(q: Tensor, k: Tensor, v: Tensor, scale: float, kept: int) -> Tensor:
     score = scale * q @ k.mT
     best = score.topk(min(kept, k.shape[2]), -1)
     weights = torch.zeros_like(score).scatter_(-1, best.indices, best.values.softmax(-1))

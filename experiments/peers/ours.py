@@ -1,4 +1,4 @@
-"""fewkeys: `fk.budget` at several slots and cohorts, by its kernels, or by torch alone."""
+"""fewkeys: `fk.budget` with several slots and cohorts, by its kernels or by torch alone."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
     slots: int, cohorts: int = 1, impl: Impl = "auto",
 ) -> Tensor:  # fmt: skip
-    """`fk.budget(slots, cohorts=cohorts)`, always the plan and never exact attention in its place."""
+    """`fk.budget(slots, cohorts=cohorts)`, which never gives way to exact attention here."""
     check_encoder(is_causal)
     plan = fk.budget(slots, cohorts=cohorts).never_exact()
     return fk.attention(q, k, v, plan=plan, scale=scale, generator=generator, impl=impl)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-    """The same steps without kernels, as the rivals are written."""
+    """The same steps without kernels, like the rivals."""
     return attend(q, k, v, **more, impl="torch")
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     sizes = [slots for slots in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384) if slots <= keys // 2]
     groups = [cohorts for cohorts in (1, 8, 16, 32) if 32 * cohorts <= queries]
     return [{"slots": slots, "cohorts": cohorts} for slots, cohorts in product(sizes, groups)]

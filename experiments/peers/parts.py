@@ -1,8 +1,7 @@
-"""What several rivals are made of: attention in parts that can be merged, weighted lists of keys, clusters.
+"""Parts that several rivals share: attention in parts that can be merged, weighted lists of keys, clusters.
 
-Everything here is a few operations of torch on whole tensors. `partial` is torch's own fused attention, so that a
-rival's attending is as fast as exact attention's; what a rival does to choose keys is matrix products, sorting and
-gathering.
+Each is a few operations of torch on whole tensors. `partial` is torch's fused attention, so that the attention of a
+rival is as fast as exact attention; selection is made of matrix products, sorting and gathering.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ class Attend(Protocol):
 
 
 def check_encoder(is_causal: bool) -> None:
-    """Raise `ValueError` for a causal problem, which the rival's paper does not answer."""
+    """Raise `ValueError` for a causal problem, which the rival's paper does not treat."""
     if is_causal:
         raise ValueError("is_causal: expected False, the case of the paper, got True")
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over some keys, and the logarithm of the sum of its weights (B, H, N); D = Dv. Fused, float32.
+    """Attention over a part of the keys, and the logarithm of the sum of its weights (B, H, N). Fused, float32, D = Dv.
 
-    `bias` (B or 1, H or 1, N or 1, M) is added to the scores. Where it hides every key, the output is 0 and the sum is
-    that of nothing.
+    `bias` (B or 1, H or 1, N or 1, M) is added to the scores. Where it hides every key, the output is 0 and the
+    logarithm -inf.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, total = fused(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
@@ -46,10 +45,10 @@ def partial(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None =
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention over all keys of the parts, from each part's output and logarithm of its sum."""
     share = torch.stack([total for _, total in parts]).softmax(0).unsqueeze(-1)
-    found = parts[0][0] * share[0]
+    merged = parts[0][0] * share[0]
     for (out, _), weight in zip(parts[1:], share[1:], strict=True):
-        found = torch.addcmul(found, out, weight)
-    return found
+        merged = torch.addcmul(merged, out, weight)
+    return merged
 
 
 def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -63,13 +62,13 @@ def listed(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> Tens
 
 
 def ratio(q: Tensor, k: Tensor, above: Tensor, below: Tensor, scale: float) -> Tensor:
-    """`sum_j exp(s_ij) above_j / sum_j exp(s_ij) below_j`, below (B, H, M): fused, by columns added to both sides."""
+    """`sum_j exp(s_ij) above_j / sum_j exp(s_ij) below_j`, below (B, H, M): fused, with a column more."""
     width = max(k.shape[-1], above.shape[-1] + 1)
     value = pad(torch.cat([above, below.unsqueeze(-1)], -1), (0, width - above.shape[-1] - 1))
     q, k = (pad(x, (0, width - x.shape[-1])) for x in (q, k))
-    found = scaled_dot_product_attention(q, k, value, scale=scale)
-    bottom = found[..., above.shape[-1] : above.shape[-1] + 1]
-    return found[..., : above.shape[-1]] / bottom.where(bottom.abs() > 1e-30, torch.full_like(bottom, torch.inf))
+    both = scaled_dot_product_attention(q, k, value, scale=scale)
+    bottom = both[..., above.shape[-1] : above.shape[-1] + 1]
+    return both[..., : above.shape[-1]] / bottom.where(bottom.abs() > 1e-30, torch.full_like(bottom, torch.inf))
 
 
 def nearest(x: Tensor, means: Tensor) -> Tensor:
@@ -77,11 +76,11 @@ def nearest(x: Tensor, means: Tensor) -> Tensor:
     return (means.square().sum(-1).unsqueeze(2) - 2 * x @ means.mT).argmin(-1)
 
 
-def averages(x: Tensor, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def averages(x: Tensor, cluster: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The mean (B, H, C, D) of the rows of x in every cluster, zero for an empty one, and the sizes (B, H, C)."""
-    size = torch.zeros(*own.shape[:2], count).scatter_add_(2, own, torch.ones(own.shape))
-    total = torch.zeros(*own.shape[:2], count, x.shape[-1])
-    total.scatter_add_(2, own.unsqueeze(-1).expand(x.shape), x)
+    size = torch.zeros(*cluster.shape[:2], count).scatter_add_(2, cluster, torch.ones(cluster.shape))
+    total = torch.zeros(*cluster.shape[:2], count, x.shape[-1])
+    total.scatter_add_(2, cluster.unsqueeze(-1).expand(x.shape), x)
     return total / size.clamp_min(1).unsqueeze(-1), size
 
 

@@ -1,4 +1,4 @@
-"""Performer: positive random features of the softmax kernel (FAVOR+), ours, after the paper.
+"""Performer: positive random features of the softmax kernel (FAVOR+). Our implementation after the paper.
 
     phi(x) = exp(w_f . x - |x|^2 / 2) / sqrt(F),   E <phi(x), phi(y)> = exp(<x, y>),   x = sqrt(scale) q or k,
 
@@ -20,7 +20,7 @@ from torch import Tensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator, features: int
 ) -> Tensor:
-    """Attention by so many random features, the same for all heads."""
+    """Attention by `features` random features, the same for all heads."""
     check_encoder(is_causal)
     planes = directions(features, q.shape[-1], generator)
     left, right = (exponents(scale**0.5 * x, planes) for x in (q, k))
@@ -46,5 +46,5 @@ def directions(features: int, dim: int, generator: torch.Generator) -> Tensor:
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched: the tables' 12 and 49 features, and more."""
+    """The settings to search: the 12 and 49 features of the paper's tables, and more."""
     return [{"features": features} for features in (12, 49, 128, 256, 512, 1024)]

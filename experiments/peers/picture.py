@@ -53,11 +53,11 @@ DECODERS = {
 def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw a setting's results as PNG. Errors of 1 and more, no better than the answer 0, are left out."""
     lines = {
-        name: [row for row in own if LEAST < row["error"] < 1.0]
-        for name, own in fronts(data["rows"]).items()
+        name: [row for row in front if LEAST < row["error"] < 1.0]
+        for name, front in fronts(data["rows"]).items()
         if PEERS[name].kind != "oracle"
     }
-    lines = {name: own for name, own in lines.items() if own}
+    lines = {name: line for name, line in lines.items() if line}
     oracle = {row["settings"]["kept"]: row["error"] for row in data["rows"] if row["peer"] == ORACLE}
     oracle = {kept: oracle[kept] for kept in (64, 256) if oracle.get(kept, 0.0) > LEAST}
     machine = data["machine"]
@@ -65,19 +65,19 @@ def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     subtitle = f"{data['title']}; {machine['cpu']}, {threads}; dotted: the best 64 and 256 keys of each query (oracle)"
     figure, (axes,) = sheet(f"Error against time: {data['setting']}", subtitle, names=2.2)
     exact = data["exact_ms"]
-    for name, own in lines.items():
-        draw(axes, [row["ms"] for row in own], [row["error"] for row in own], LOOKS[name])
+    for name, line in lines.items():
+        draw(axes, [row["ms"] for row in line], [row["error"] for row in line], LOOKS[name])
     upright(axes, exact, "exact attention: error 0", "#000000", strong=True)
     say(axes, "ms", "mean relative output error")
-    logarithmic(axes, "x", [exact, *(row["ms"] for own in lines.values() for row in own)])
-    logarithmic(axes, "y", [*(row["error"] for own in lines.values() for row in own), *oracle.values()])
+    logarithmic(axes, "x", [exact, *(row["ms"] for line in lines.values() for row in line)])
+    logarithmic(axes, "y", [*(row["error"] for line in lines.values() for row in line), *oracle.values()])
     for kept, error in oracle.items():
         axes.axhline(error, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.6)), zorder=1)
         axes.annotate(
             f"{kept}", (0.005, error), xycoords=("axes fraction", "data"), fontsize=8, va="bottom",
             path_effects=halo(),
         )  # fmt: skip
-    name_lines(axes, {name: (own[-1]["ms"], own[-1]["error"]) for name, own in lines.items()}, LOOKS)
+    name_lines(axes, {name: (line[-1]["ms"], line[-1]["error"]) for name, line in lines.items()}, LOOKS)
     save(figure, path)
 
 
@@ -88,10 +88,10 @@ def save_slots(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
         lines.setdefault(row["peer"], []).append(row)
     subtitle = f"SmolLM2-135M, {data['length']:,} tokens, second half; paid: keys kept, drawn or standing, means scored"
     figure, (axes,) = sheet("Error against slots on a decoder", subtitle, names=2.2)
-    for name, own in lines.items():
-        draw(axes, [row["paid"] for row in own], [row["error"] for row in own], DECODERS[name])
+    for name, line in lines.items():
+        draw(axes, [row["paid"] for row in line], [row["error"] for row in line], DECODERS[name])
     say(axes, "slots a query pays", "mean relative output error")
     logarithmic(axes, "x", [row["paid"] for row in data["rows"]])
     logarithmic(axes, "y", [row["error"] for row in data["rows"]])
-    name_lines(axes, {name: (own[-1]["paid"], own[-1]["error"]) for name, own in lines.items()}, DECODERS)
+    name_lines(axes, {name: (line[-1]["paid"], line[-1]["error"]) for name, line in lines.items()}, DECODERS)
     save(figure, path)

@@ -1,8 +1,8 @@
-"""Reformer: LSH attention in chunks, ours, after the paper.
+"""Reformer: LSH attention in chunks. Our implementation after the paper.
 
 In each round, queries and keys are hashed by `argmax [x R; -x R]` with a random R, sorted by bucket and place, and cut
-into chunks; a chunk attends to the keys of its own and of the one before. Rounds are merged by the sums of their
-weights. The paper ties queries to keys; here each is hashed by itself. Buckets are as many as chunks. Cost O(rounds n
+into chunks; a chunk attends to its keys and those of the chunk before. Rounds are merged by the sums of their weights.
+The paper ties queries to keys; here each is hashed separately. There are as many buckets as chunks. Cost O(rounds n
 (chunk + buckets) D).
 
 Source: Kitaev, Kaiser, Levskaya, "Reformer" (arXiv 2001.04451), section 2; hash: Andoni et al. (2015).
@@ -23,7 +23,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
     chunk: int, rounds: int,
 ) -> Tensor:  # fmt: skip
-    """Attention to two chunks of so many keys in each of the rounds."""
+    """Attention to two chunks of `chunk` keys in each of the rounds."""
     check_encoder(is_causal)
     count = -(-k.shape[2] // chunk)
     parts = []
@@ -46,6 +46,6 @@ def bucket(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     chunks = [chunk for chunk in (8, 16, 32, 64, 128, 256) if chunk <= keys // 4]
     return [{"chunk": chunk, "rounds": rounds} for chunk, rounds in product(chunks, (1, 2, 4, 8))]

@@ -1,4 +1,4 @@
-"""The table of encoders: who is compared, by which function, over which settings."""
+"""The methods that are compared on encoders: the function and the settings of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from experiments.peers.parts import Attend
 
 @dataclass(frozen=True)
 class Peer:
-    """One row: `grid(queries, keys, dim)` gives the settings to search. Oracles have no time."""
+    """One row: `grid(queries, keys, dim)` gives the settings to search. Oracles are not timed."""
 
     attend: Attend
     grid: Callable[[int, int, int], list[dict[str, Any]]]

@@ -2,9 +2,9 @@
 
     python -m experiments.peers.run --setting NAME [NAME ...] [--text FILE] [--only errors times picture] [--out DIR]
 
-`errors` tries every setting of every rival and adds each figure to DIR/NAME.json as soon as it is known, so a stopped
-run goes on; `times` measures, in one run beside exact attention, the settings that could be any rival's best; `picture`
-draws DIR/NAME.png and prints who lies below us. Names are in `settings.py`, rivals in `registry.py`.
+`errors` tries every setting of every rival and writes each figure to DIR/NAME.json at once, so a stopped run goes on.
+`times` measures, in one run with exact attention, the settings that may be a rival's best. `picture` draws DIR/NAME.png
+and prints the rivals with points below ours. Names are in `settings.py`, rivals in `registry.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.cells import exit_code, opened
 from experiments.peers.fronts import fronts, rivals_below
 from experiments.peers.measure import candidates, exact, judge, time_all
 from experiments.peers.picture import save_picture
@@ -22,7 +23,7 @@ from experiments.peers.settings import SETTINGS, Problem, load
 
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.clock import clock
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import write_json
 
 STEPS = ("errors", "times", "picture")
 RESULTS = Path(__file__).parent / "results"
@@ -38,46 +39,38 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="of turns at timing, three turns at least")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("out/peers"), help="where captured inputs are kept")
-    given = parser.parse_args(arguments)
-    try:
-        for name in given.setting:
-            _run(name, given)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser.parse_args(arguments)
+    return exit_code(lambda: [_run(name, options) for name in options.setting])
 
 
-def _run(name: str, given: argparse.Namespace) -> None:
+def _run(name: str, options: argparse.Namespace) -> None:
     file = f"{name}.json"
-    data: dict[str, Any] = {"setting": name, "rows": []}
-    if (given.out / file).is_file():
-        data = read_json(given.out, file)
-    if "errors" in given.only:
-        x = load(name, given.text, given.work)
+    data = opened(options.out, file, "rows", setting=name)
+    if "errors" in options.only:
+        x = load(name, options.text, options.work)
         data["title"] = _title(x)
         data["versions"] = versions()
-        _errors(data, x, given.peers, given.out)
-    if "times" in given.only:
-        x = load(name, given.text, given.work)
+        _errors(data, x, options.peers, options.out)
+    if "times" in options.only:
+        x = load(name, options.text, options.work)
         for row in data["rows"]:
             row["ms"] = None
         rows = candidates(data["rows"], min(clock(lambda: exact(x), x.query.device) for _ in range(2)))
-        data["exact_ms"], data["turns"] = time_all(rows, x, given.seconds, lambda text: _say(name, text))
+        data["exact_ms"], data["turns"] = time_all(rows, x, options.seconds, lambda text: _say(name, text))
         data["machine"] = machine()
-        write_json(given.out, file, data)
-    if "picture" in given.only:
-        save_picture(data, given.out / f"{name}.png")
-        print(_told(data))
+        write_json(options.out, file, data)
+    if "picture" in options.only:
+        save_picture(data, options.out / f"{name}.png")
+        print(_summary(data))
 
 
 def _errors(data: dict[str, Any], x: Problem, peers: list[str], out: Path) -> None:
-    known = [(row["peer"], row["settings"]) for row in data["rows"]]
+    judged = [(row["peer"], row["settings"]) for row in data["rows"]]
     size = x.query.shape[2], x.key.shape[2], x.query.shape[3]
     cells = [(peer, settings) for peer in peers for settings in PEERS[peer].grid(*size)]
     truth = exact(x)
     for number, (peer, settings) in enumerate(cells):
-        if (peer, settings) in known:
+        if (peer, settings) in judged:
             continue
         row = judge(peer, settings, x, truth)
         data["rows"].append({key: _short(value) for key, value in row.items()})
@@ -104,14 +97,14 @@ def _say(name: str, text: str) -> None:
     print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-def _told(data: dict[str, Any]) -> str:
-    """Every front in a line, and who lies below us."""
+def _summary(data: dict[str, Any]) -> str:
+    """A line for every front, and the rivals with points below ours."""
     lines = [f"{data['setting']}: {data['title']}, exact attention {data['exact_ms']:.1f} ms"]
-    for peer, own in fronts(data["rows"]).items():
-        lines.append(f"  {peer}: " + ", ".join(f"{row['error']:.3f} at {row['ms']:.1f}" for row in own))
+    for peer, front in fronts(data["rows"]).items():
+        lines.append(f"  {peer}: " + ", ".join(f"{row['error']:.3f} at {row['ms']:.1f}" for row in front))
     for ours in (OURS, PLAIN):
-        found = rivals_below(data["rows"], data["exact_ms"], ours)
-        lines.append(f"  below {ours}: {', '.join(found) or 'nobody'}")
+        rivals = rivals_below(data["rows"], data["exact_ms"], ours)
+        lines.append(f"  below {ours}: {', '.join(rivals) or 'none'}")
     return "\n".join(lines)
 
 

@@ -1,10 +1,10 @@
-"""The inputs that rivals are compared on: queries, keys, values and a scale, each drawn or captured by its name.
+"""The inputs on which rivals are compared: queries, keys, values and a scale, drawn or captured.
 
 minilm: all layers and heads of all-MiniLM-L6-v2 on 512 tokens; minilm-4096, minilm-16384: four heads of its middle
 layer, sequences of 512 joined end to end. normal-N: independent normal numbers, WildCat's benchmark, with 4 heads for
-its 32. t2t-N: what the N-token stage of T2T-ViT's first blocks attends to on a photograph; biggan: the shape of
-BigGAN's attention, 64 x 64 queries, a quarter as many keys, scale 1. No weights of these two are at hand: projections
-are random, and scores are stretched to a standard deviation of 2, so that attention is about as sharp as MiniLM's.
+its 32. t2t-N: the N-token stage of T2T-ViT's first blocks on a photograph; biggan: the shape of BigGAN's attention,
+64 x 64 queries, a quarter as many keys, scale 1. The weights of these two are not available: projections are random,
+and scores are stretched to a standard deviation of 2, so that attention is about as sharp as MiniLM's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Problem:
 
 
 def load(name: str, text: Path | None, work: Path) -> Problem:
-    """The problem of that name, kept in the folder `work` once it is made. `text`: what MiniLM reads; its own demo's
-    where None.
+    """The problem of that name, stored in the folder `work` at the first call. `text`: what MiniLM reads; None: the
+    demo's text.
     """
     if name not in SETTINGS:
         raise ValueError(f"--setting: expected one of {', '.join(SETTINGS)}, got {name}")
@@ -46,12 +46,12 @@ def load(name: str, text: Path | None, work: Path) -> Problem:
         work.mkdir(parents=True, exist_ok=True)
         parts = {"query": made.query, "key": made.key, "value": made.value, "scale": torch.tensor(made.scale)}
         save_file({part: tensor.float().contiguous() for part, tensor in parts.items()}, path)
-    found = mapped(path)
-    return Problem(found["query"], found["key"], found["value"], float(found["scale"]))
+    stored = mapped(path)
+    return Problem(stored["query"], stored["key"], stored["value"], float(stored["scale"]))
 
 
 def _minilm(text: Path | None, sequences: int, length: int | None) -> Problem:
-    """All layers as a batch on one sequence; with `length`, four heads of the middle layer on so many tokens."""
+    """All layers as a batch on one sequence; with `length`, four heads of the middle layer on that many tokens."""
     from experiments.decoders.decoder import read_text
 
     import fewkeys as fk
@@ -62,7 +62,7 @@ def _minilm(text: Path | None, sequences: int, length: int | None) -> Problem:
 
     model, tokenizer = load_model(str(demo.model_folder()))
     tokens = batches([read_text(text or demo.TEXT)], tokenizer, sequences=sequences, length=512)
-    capture = fk.capture(model, [{"input_ids": some} for some in tokens])
+    capture = fk.capture(model, [{"input_ids": ids} for ids in tokens])
     if length is not None:
         draw = captured_inputs(capture, dtype=torch.float32)
         return Problem(*draw(length, 4))
@@ -122,7 +122,7 @@ SETTINGS: dict[str, Callable[[Path | None], Problem]] = {
     "minilm": partial(_minilm, sequences=1, length=None),
     "minilm-4096": partial(_minilm, sequences=8, length=4096),
     "minilm-16384": partial(_minilm, sequences=32, length=16384),
-    **{f"normal-{length}": partial(_normal, length=length) for length in (1024, 4096, 16384)},
+    **{f"normal-{length}": partial(_normal, length=length) for length in (1024, 4096)},
     "t2t-3136": partial(_t2t, tokens=3136),
     "t2t-784": partial(_t2t, tokens=784),
     "biggan": _biggan,

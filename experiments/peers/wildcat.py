@@ -1,4 +1,4 @@
-"""WildCat: a weighted coreset of keys, ours, after the paper.
+"""WildCat: a weighted coreset of keys. Our implementation after the paper.
 
 Keys are centred (softmax does not change) and cut into bins. In each, randomly pivoted Cholesky of the kernel
 `h(k, k') = exp(scale <k, k'> / tau^2)` chooses pivots S, key j with a chance proportional to what is left of `h(j, j)`,
@@ -7,7 +7,7 @@ and Nystrom weights `W = h(S, S)^-1 h(S, all)` spread all keys over them:
     o_i = sum_s exp(scale <q_i, k_s>) (W v)_s / sum_s exp(scale <q_i, k_s>) (W 1)_s,   clipped to the range of v.
 
 tau^2 is `temperature` times the ratio of the longest centred key to the longest query, which makes the two equally
-long; the paper has a formula for it, we search it. Cost O(n (r D + r^2 / bins)).
+long; the paper has a formula for it, here it is searched. Cost O(n (r D + r^2 / bins)).
 
 Source: Schroeder, Mackey, "WildCat: Near-Linear Attention in Theory and Practice" (arXiv 2602.10056), sections 2, 3.
 """
@@ -22,7 +22,7 @@ from experiments.peers.parts import check_encoder, ratio, rows
 from torch import Tensor
 
 MOST = 2**28
-"""Multiply-adds of a head's factor, beyond which exact attention was always faster."""
+"""The most multiply-adds of a head's factor: with more, exact attention was always faster."""
 
 
 def attend(
@@ -51,8 +51,8 @@ def attend(
 def cholesky(key: Tensor, sharpness: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Pivots (B, H, r), and the factor F (B, H, N, r) of `h ~ F F^T`, lower triangular at the pivots.
 
-    `sharpness` (B, H) is the factor in h's exponent. h is scaled as a whole, which weights do not see, so that nothing
-    overflows. Chen, Epperly, Tropp, Webber, "Randomly pivoted Cholesky" (2022), algorithm 2.
+    `sharpness` (B, H) is the factor in h's exponent. h is scaled as a whole, which leaves the weights unchanged and
+    avoids overflow. Chen, Epperly, Tropp, Webber, "Randomly pivoted Cholesky" (2022), algorithm 2.
     """
     level = sharpness[..., None] * key.square().sum(-1)
     top = level.amax(-1, keepdim=True)
@@ -61,14 +61,14 @@ def cholesky(key: Tensor, sharpness: Tensor, rank: int, generator: torch.Generat
     factor = torch.zeros(*key.shape[:3], rank)
     pivots = torch.zeros(*key.shape[:2], rank, dtype=torch.int64)
     for step in range(rank):
-        # Where nothing is left, any key will do: it gets a column of its own that says nothing.
+        # Where nothing is left, any key will do: its column is zero elsewhere.
         chance = left + 1e-12 * start
         pivot = torch.multinomial(chance.flatten(0, 1), 1, generator=generator).view(*key.shape[:2], 1)
         pivots[..., step : step + 1] = pivot
         column = (sharpness[..., None] * (key @ rows(key, pivot).mT).squeeze(-1) - top).exp()
         if step:
-            own = rows(factor[..., :step], pivot)
-            column = column - (factor[..., :step] @ own.mT).squeeze(-1)
+            pivot_row = rows(factor[..., :step], pivot)
+            column = column - (factor[..., :step] @ pivot_row.mT).squeeze(-1)
         size = column.gather(-1, pivot)
         sound = size > 1e-6 * start / key.shape[2]
         column = torch.where(sound, column / size.clamp_min(1e-30).sqrt(), torch.zeros_like(column))
@@ -79,7 +79,7 @@ def cholesky(key: Tensor, sharpness: Tensor, rank: int, generator: torch.Generat
 
 
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
-    """The settings that are searched."""
+    """The settings to search."""
     ranks = [rank for rank in (16, 32, 64, 128, 256, 512) if rank <= keys // 2]
     bins = [bins for bins in (1, 4, 16, 64) if keys % bins == 0]
     return [

@@ -1,1 +1,1 @@
-"""Training a transformer on a CPU by few keys, beside exact attention."""
+"""Training a transformer on a CPU with few keys and with exact attention."""

@@ -1,4 +1,4 @@
-"""A small encoder that reads bytes, and the guessing of hidden words that it is trained on."""
+"""A small encoder of bytes that is trained to predict hidden words."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SHARE = 0.15
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: fk.Plan | None) -> Tensor:
-    """By the plan, forward and backward; by torch's fused attention where it is None."""
+    """Attention by the plan, forward and backward; torch's fused attention without a plan."""
     if plan is None:
         return scaled_dot_product_attention(query, key, value)
     return fk.attention(query, key, value, plan=plan)
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, each after a norm and beside a residual; positions by rotation."""
+    """Attention and a perceptron, each with a norm before it and a residual; rotary positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], plan: fk.Plan | None) -> Tensor:
         query, key, value = self.into(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        output = attend(rotated(query, turn), rotated(key, turn), value, plan)
-        x = x + self.out(output.transpose(1, 2).flatten(2))
-        found: Tensor = x + self.down(gelu(self.up(self.between(x))))
-        return found
+        attended = attend(rotated(query, turn), rotated(key, turn), value, plan)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        output: Tensor = x + self.down(gelu(self.up(self.between(x))))
+        return output
 
 
 class Encoder(nn.Module):
@@ -57,31 +57,31 @@ class Encoder(nn.Module):
         x, turn = self.embedding(symbols), angles(symbols.shape[1], self.head_dim)
         for layer in self.layers:
             x = layer(x, turn, plan)
-        found: Tensor = self.read(self.norm(x))
-        return found
+        logits: Tensor = self.read(self.norm(x))
+        return logits
 
 
 def angles(length: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (N, dim / 2) by which places turn queries and keys."""
+    """Cosines and sines (N, dim / 2) of the rotary embedding."""
     speed = BASE ** -torch.arange(0, 1, 2 / dim)
     angle = torch.arange(length)[:, None] * speed
     return angle.cos(), angle.sin()
 
 
 def rotated(rows: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows (B, H, N, D), each pair of numbers turned by its place's angle."""
+    """Rows (B, H, N, D), each pair of numbers rotated by the angle of its position."""
     (cosine, sine), (left, right) = turn, rows.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
 
 
 def hidden(text: Tensor, generator: torch.Generator) -> Tensor:
-    """Bytes (B, N) with the bytes of about `SHARE` of the words, blanks between them too, hidden."""
+    """Bytes (B, N) with about `SHARE` of the words, and the blank before each, hidden."""
     word = (text == ord(" ")).cumsum(-1)
     chosen = torch.rand(text.shape[0], text.shape[1] + 1, generator=generator) < SHARE
     return torch.where(chosen.gather(1, word), HIDDEN, text)
 
 
-def loss(model: Encoder, text: Tensor, given: Tensor, plan: fk.Plan | None) -> Tensor:
+def loss(model: Encoder, text: Tensor, symbols: Tensor, plan: fk.Plan | None) -> Tensor:
     """Mean negative log likelihood of the hidden bytes, in nats."""
-    away = given == HIDDEN
-    return cross_entropy(model(given, plan)[away], text[away])
+    masked = symbols == HIDDEN
+    return cross_entropy(model(symbols, plan)[masked], text[masked])

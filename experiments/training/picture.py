@@ -12,8 +12,8 @@ LOOKS = (Look("#000000", (0, (5, 2)), 1.8, "D"), Look("#009e73", "-", 3.4, "o"))
 
 def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw the results as PNG. Both runs are judged with exact attention."""
-    told = data["machine"]
-    subtitle = f"{data['layers']} layers, {data['heads']} heads, {data['length']:,} bytes; {told['cpu']}, one thread"
+    cpu = data["machine"]["cpu"]
+    subtitle = f"{data['layers']} layers, {data['heads']} heads, {data['length']:,} bytes; {cpu}, one thread"
     figure, (axes,) = sheet("Training by few keys, and exactly", subtitle, names=2.0)
     looks = dict(zip(data["runs"], LOOKS, strict=True))
     for name, rows in data["runs"].items():

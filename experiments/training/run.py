@@ -1,14 +1,14 @@
-"""Loss against wall time: a transformer trained by `fk.budget` from its first step to its last, beside exact attention.
+"""Loss against wall time of a transformer trained with `fk.budget` from first step to last, and with exact attention.
 
     python -m experiments.training.run --text FILE [--seconds S] [--work DIR] [--stop S]
 
-An encoder of 4 layers and 4 heads of 32 guesses hidden words of 4,096 bytes of text. Both runs begin with the same
-weights and read the same batches in the same order; the one that has spent less time takes the next step, so other
-work on the machine slows both. Only steps are timed. The rate falls with the share of the time that is spent. Every
-so often both are judged on held-out text with exact attention, and the plan's run with its plan as well: the last
-figure is that of a model whose plan is switched off when its training is over.
+An encoder of 4 layers and 4 heads of 32 predicts hidden words of 4,096 bytes of text. Both runs begin with the same
+weights and read the same batches in the same order. The run that has spent less time takes the next step, so other
+work on the machine slows both. Only steps are timed. The learning rate falls with the time spent. At regular times
+both are judged on held-out text with exact attention, and the plan's run with its plan too: its last figure with
+exact attention is that of a model whose plan is switched off after training.
 
-`--work` keeps both runs, so that one that was stopped goes on; `--stop`: stop after so many seconds, to go on later.
+`--work` keeps both runs, so that a stopped one goes on; `--stop`: stop after this many seconds, to go on later.
 Writes results/training.json and training.png beside this file.
 """
 
@@ -35,11 +35,11 @@ RESULTS = Path(__file__).parent / "results"
 LENGTH, WIDTH, HEADS, LAYERS, SLOTS = 4096, 128, 4, 4, 64
 RATE, WARM = 2e-3, 50
 JUDGED, TIMES = 12, 10
-"""Held-out sequences, and how often each run is judged."""
+"""Held-out sequences; how often each run is judged."""
 
 
 class Run:
-    """One model and its optimiser, by one kind of attention."""
+    """One model and its optimiser, with one kind of attention."""
 
     def __init__(self, plan: fk.Plan | None) -> None:
         self.plan = plan
@@ -48,13 +48,13 @@ class Run:
         self.steps, self.seconds, self.rows = 0, 0.0, list[dict[str, float]]()
 
     def step(self, text: Tensor, whole: float) -> None:
-        """One step on the stretch and the words that are this step's own, of `whole` seconds altogether."""
+        """One step, on the stretch and the words drawn for its number. `whole`: seconds of the whole training."""
         began = perf_counter()
-        stretch, given = drawn(text, self.steps)
+        stretch, symbols = drawn(text, self.steps)
         share = min(1.0, self.seconds / whole)
         for group in self.optimiser.param_groups:
             group["lr"] = RATE * min(1.0, (self.steps + 1) / WARM) * (0.5 + 0.5 * math.cos(math.pi * share))
-        loss(self.model, stretch, given, self.plan).backward()
+        loss(self.model, stretch, symbols, self.plan).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -66,8 +66,8 @@ class Run:
         """Losses on held-out text, with exact attention and with the plan."""
         row = {"seconds": self.seconds, "steps": self.steps}
         for name, plan in (("exact", None), ("plan", self.plan)):
-            found = [loss(self.model, *drawn(text, -1 - place, place), plan) for place in range(JUDGED)]
-            row[name] = float(torch.stack(found).mean()) if name == "exact" or self.plan is not None else row["exact"]
+            losses = [loss(self.model, *drawn(text, -1 - place, place), plan) for place in range(JUDGED)]
+            row[name] = float(torch.stack(losses).mean()) if name == "exact" or self.plan is not None else row["exact"]
         self.rows.append(row)
 
     def save(self, path: Path) -> None:
@@ -78,20 +78,20 @@ class Run:
         write_json(path.parent, f"{path.name}.json", {"steps": self.steps, "seconds": self.seconds, "rows": self.rows})
 
     def load(self, path: Path) -> None:
-        told, tensors = read_json(path.parent, f"{path.name}.json"), load_file(path.with_suffix(".safetensors"))
-        self.steps, self.seconds, self.rows = told["steps"], told["seconds"], told["rows"]
+        counts, tensors = read_json(path.parent, f"{path.name}.json"), load_file(path.with_suffix(".safetensors"))
+        self.steps, self.seconds, self.rows = counts["steps"], counts["seconds"], counts["rows"]
         named = {name.removeprefix("model."): part for name, part in tensors.items() if name.startswith("model.")}
         self.model.load_state_dict(named)
         state: dict[int, dict[str, Tensor]] = {}
         for name, part in tensors.items():
             if name.startswith("state."):
-                _, number, own = name.split(".")
-                state.setdefault(int(number), {})[own] = part
+                _, number, entry = name.split(".")
+                state.setdefault(int(number), {})[entry] = part
         self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": state})
 
 
 def drawn(text: Tensor, seed: int, place: int | None = None) -> tuple[Tensor, Tensor]:
-    """A stretch (1, N), the `place`-th or one anywhere, and the same with words hidden."""
+    """A stretch (1, N), the `place`-th or a random one, and the same with words hidden."""
     generator = torch.Generator().manual_seed(seed + 2**40)
     start = int(torch.randint(len(text) - LENGTH, (), generator=generator)) if place is None else place * LENGTH
     stretch = text[None, start : start + LENGTH]
@@ -108,19 +108,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stop", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--work", type=Path, default=Path("out/training"))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        text = torch.tensor(list(read_text(given.text).encode()))
+        text = torch.tensor(list(read_text(options.text).encode()))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if train(text, given.seconds, given.stop, given.work, given.out):
-        save_picture(read_json(given.out, "training.json"), given.out / "training.png")
+    if train(text, options.seconds, options.stop, options.work, options.out):
+        save_picture(read_json(options.out, "training.json"), options.out / "training.png")
     return 0
 
 
 def train(text: Tensor, whole: float, stop: float, work: Path, out: Path) -> bool:
-    """Both runs, until each has spent `whole` seconds; false where `stop` seconds are over before."""
+    """Train both until each has spent `whole` seconds; false if `stop` seconds end first."""
     began, few = perf_counter(), fk.budget(SLOTS, cohorts=1).never_exact()
     runs = {"exact attention": Run(None), f"fk.budget({SLOTS}, cohorts=1)": Run(few)}
     work.mkdir(parents=True, exist_ok=True)

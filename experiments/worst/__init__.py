@@ -1,1 +1,1 @@
-"""Where each recommended plan is worst, found by search, and what would have warned."""
+"""Inputs and heads on which each recommended plan is worst, from a search, and what a spot check says of them."""

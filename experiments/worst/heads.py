@@ -1,4 +1,4 @@
-"""The worst of many heads of trained models, among all of whose queries, keys and values each plan is run."""
+"""The worst heads of trained models: each plan is run on the queries, keys and values of all heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fewkeys.integrations.interface import attach
 from fewkeys.metrics import relative_error
 
 KEPT = 3
-"""How many of the worst heads are looked at closely."""
+"""The worst heads that are examined closely."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Inputs made to break plans, and a search for worse ones by gradient ascent on the error of the output."""
+"""Inputs constructed to break plans, and a search for worse ones by gradient ascent on the error of the output."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def normal(count: int, draw: torch.Generator) -> Rows:
 
 
 def one_key_each(count: int, draw: torch.Generator) -> Rows:
-    """Each query points at one key at a random place and no two queries at the same: no list can be shared."""
+    """Each query points at another key at a random position, so queries cannot share a list of keys."""
     _, key, value = normal(count, draw)
     return 2 * key[:, :, torch.randperm(count, generator=draw)], key, value
 
 
 def few_needles(count: int, draw: torch.Generator) -> Rows:
-    """Two queries of a hundred point at a key of their own, and all others at nothing: a sample misses them."""
+    """Two of a hundred queries point at one key each, and the others at none: a sample misses them."""
     query, key, value = normal(count, draw)
     asking = torch.randperm(count, generator=draw)[: max(1, count // 50)]
     query[:, :, asking] = 3 * key[:, :, torch.randperm(count, generator=draw)[: len(asking)]]
@@ -46,14 +46,14 @@ def opposite_values(count: int, draw: torch.Generator) -> Rows:
 
 
 def large_values(count: int, draw: torch.Generator) -> Rows:
-    """Eight values are a thousand times as long as the others, at keys that scores do not single out."""
+    """Eight values are a thousand times as long as the others, at keys with ordinary scores."""
     query, key, value = normal(count, draw)
     value[:, :, torch.randperm(count, generator=draw)[:8]] *= 1000
     return query, key, value
 
 
 def drifting_keys(count: int, draw: torch.Generator) -> Rows:
-    """Keys move along a direction that no query sees, to forty times their spread: codes spend their bits on it."""
+    """Keys drift by forty times their spread in a direction that queries do not see: codes spend their bits on it."""
     query, key, value = one_key_each(count, draw)
     query[..., 0] = 0
     key[..., 0] = 40 * torch.linspace(0, 1, count)
@@ -61,7 +61,7 @@ def drifting_keys(count: int, draw: torch.Generator) -> Rows:
 
 
 def large_channel(count: int, draw: torch.Generator) -> Rows:
-    """One channel of all keys is +-50, and no query sees it: codes spend their bits on it."""
+    """One channel of all keys is +-50, and queries do not see it: codes spend their bits on it."""
     query, key, value = one_key_each(count, draw)
     query[..., 0] = 0
     key[..., 0] = 50 * (1 - 2 * torch.randint(2, (count,), generator=draw)).float()
@@ -89,7 +89,7 @@ class Search:
     rate: float = 0.05
 
     def __call__(self, plan: fk.Plan, rows: Rows, is_causal: bool) -> Rows:
-        """The inputs of largest error that were met on the way."""
+        """The inputs of largest error of all steps."""
         lengths = [part.norm(dim=-1, keepdim=True) for part in rows]
         leaves = [part.clone().requires_grad_() for part in rows]
         adam = torch.optim.Adam(leaves, lr=self.rate)

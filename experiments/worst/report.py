@@ -1,4 +1,4 @@
-"""The table and the picture of what `run.py` found."""
+"""The table and the picture of the results of `run.py`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Where each recommended plan is worst, and what a spot check says there.
+"""Inputs and heads on which each recommended plan is worst, and what a spot check says of them.
 
     python -m experiments.worst.run --text FILE [--model FOLDER [--gguf FILE]] [--files whisper=DIR ...]
 
-Three searches for every plan: inputs made to break it (`inputs.py`), those made worse by gradient ascent on the error,
-and the worst of thousands of heads of trained models (`heads.py`): all-MiniLM-L6-v2 and the decoder on pieces of a
-text, and the encoders of `experiments.encoders` that `--files` names. results/worst.json, a table and a picture.
+Three searches for every plan: inputs constructed to break it (`inputs.py`), inputs made worse by gradient ascent on the
+error, and the worst of thousands of heads of trained models (`heads.py`). The models are all-MiniLM-L6-v2 and the
+decoder on pieces of a text, and the encoders of `experiments.encoders` that `--files` names. Writes
+results/worst.json, a table and a picture.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 FILE = "worst.json"
 TOKENS = 512
 QUERIES = 32
-"""Of a head, computed exactly by a spot check."""
+"""Queries of a head that a spot check answers exactly."""
 BOTH = {f"budget({slots})": fk.budget(slots).never_exact() for slots in (64, 192)}
 CAUSAL = {
     "budget(256, is_causal=True)": fk.budget(256, is_causal=True).never_exact(),
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pieces", type=int, nargs=2, default=[60, 20], help="of the text, by encoder and decoder")
     parser.add_argument("--steps", type=int, default=150, help="of the search")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--draw", action="store_true", help="only draw from the figures that are there")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; draw the committed figures")
     options = parser.parse_args(arguments)
     data: dict[str, Any] = read_json(options.out, FILE) if (options.out / FILE).is_file() else {}
     if not options.draw:
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _made(name: str, plan: fk.Plan, steps: int) -> list[dict[str, Any]]:
-    """Rows for the inputs that are made, and for those that the search makes of some of them."""
+    """Rows for the constructed inputs, and for those of the search that starts from two of them."""
     causal, rows = name in CAUSAL, []
     for title, make in MADE.items():
         start = make(TOKENS, torch.Generator().manual_seed(0))
@@ -109,7 +110,7 @@ def _pieces(tokenizer: Any, words: str, count: int, length: int) -> list[torch.T
     with quiet():
         parts = [words[len(words) * i // count :][: 8 * length] for i in range(count)]
         ids = [tokenizer(part, return_tensors="pt", truncation=True, max_length=length).input_ids for part in parts]
-    return [one for one in ids if one.shape[1] == length]
+    return [tokens for tokens in ids if tokens.shape[1] == length]
 
 
 def _summary(name: str, plan: fk.Plan, heads: Heads) -> dict[str, Any] | None:
@@ -128,14 +129,14 @@ def _summary(name: str, plan: fk.Plan, heads: Heads) -> dict[str, Any] | None:
 def _judged(
     name: str, plan: fk.Plan, rows: Rows, is_causal: bool, call: AttentionInputs | None = None
 ) -> dict[str, Any]:
-    """The plan's error, its mean over the worst hundredth of queries, that of each query's own best keys, and what a
-    spot check says.
+    """The plan's error, its mean over the worst hundredth of queries, the error of each query's best keys, and the
+    result of a spot check.
     """
     options = {"is_causal": is_causal} if call is None else call.options()
     exact = fk.attention(*rows, **options)
     error, best = (
-        fk.metrics.relative_error(fk.attention(*rows, plan=one, **options), exact).flatten().double()
-        for one in (plan, fk.Plan(fk.TopK(SLOTS[name])))
+        fk.metrics.relative_error(fk.attention(*rows, plan=tried, **options), exact).flatten().double()
+        for tried in (plan, fk.Plan(fk.TopK(SLOTS[name])))
     )
     worst = error.topk(max(1, len(error) // 100)).values
     figures = {"error": float(error.mean()), "worst queries": float(worst.mean()), "best keys": float(best.mean())}

@@ -30,7 +30,7 @@ VERDICTS = {0: "missed", 1: "caught"}
 
 
 class Copy:
-    """The package in a folder of its own, with kernels of its own, or those of `cache`."""
+    """A copy of the package, with newly compiled kernels or those of `cache`."""
 
     def __init__(self, folder: str, breakage: Breakage | None = None, cache: str | None = None) -> None:
         self.source = Path(folder) / "src"

@@ -12,7 +12,7 @@ CAUSAL = {**RUNNING_PLANS, "scan": fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))}
 ROUNDINGS = {torch.float32: 1e-3, torch.bfloat16: 2**-5}
 """How far answers and gradients may be off, as a part of the largest one."""
 ULPS = (1, 1, 1, 1, 4, 4, 4, 4, 16, 16, 16, 16, 64, 64, 64, 64)
-"""How far inputs are moved where an answer is another: float32 rounds sums of some hundred terms."""
+"""How far inputs are moved where answers differ: float32 rounds sums of hundreds of terms."""
 
 
 class Problem:

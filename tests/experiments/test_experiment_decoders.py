@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
-from experiments.decoders import heads, leaves, methods, tasks, tuned
+from experiments.decoders import heads, leaves, methods, tasks
 from experiments.decoders.attend import ByRule
 from experiments.decoders.evidence import main
 from experiments.decoders.likelihood import Stretch
@@ -14,8 +14,7 @@ from experiments.decoders.rivals import Multipole, Quest
 import fewkeys as fk
 from chats import chat_text, chat_tokenizer
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.integrations.interface import attach
-from tiny_models import close, llama, tokens
+from tiny_models import close, llama
 
 TOKENS, SLOTS = 300, 64
 
@@ -134,7 +133,7 @@ def test_every_method_is_in_the_table_and_restores_the_model():
     model, ids = llama(), torch.arange(1, 41)[None]
     with torch.no_grad():
         want = model(ids).logits
-        for method in methods.UNTUNED:
+        for method in methods.METHODS:
             with methods.replaced(model, method, 128, 40, 20) as paid:
                 # There is room for all; only means of the past are paid before there are any.
                 close(model(ids).logits, want)
@@ -237,13 +236,18 @@ def test_heads_need_what_their_weights_say(tokenizer, text):
         assert max(actual["oracle"]["128"][layer]) < 1e-4
 
 
-def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
-    folder = tmp_path / "model"
+@pytest.fixture
+def folder(tmp_path, tokenizer, text):
+    """A small decoder with its tokenizer, beside a text."""
     model = llama()
     model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(text)
+    return tmp_path / "model"
+
+
+def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--model", str(folder), "--text", f"lines={tmp_path / 'text.txt'}", "--out", str(out)]
     choices = ["--methods", "exact", "fewkeys", "Quest", "--slots", "64"]
@@ -273,32 +277,10 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
     assert "longer text" in capsys.readouterr().err
 
 
-def test_a_plan_is_tuned_and_then_judged(tmp_path, tokenizer, text, monkeypatch):
-    folder, out = tmp_path / "model", tmp_path / "tuned-64"
-    model = llama()
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (tmp_path / "text.txt").write_text(text)
-    arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out), "--slots", "64"]
-    assert tuned.main([*arguments, "--length", "400", "--tasks"]) == 0
-    plan = fk.ModelPlan.from_pretrained(out)
-    assert plan.record["model"] == "model"
-    assert plan.record["tokens"] == 400
-    monkeypatch.setattr(methods, "TUNED_PLANS", tmp_path)
-    with methods.replaced(model, "fewkeys, tuned", 64, 400, 200) as paid, torch.no_grad():
-        model(torch.arange(400)[None] % 50)
-        assert 16 < paid() <= 66
-
-
-@torch.no_grad()
-def test_int8_is_measured_against_keys_that_are_held_as_they_come():
-    model = llama()
-    measured = leaves.Measured(fk.budget(64, is_causal=True).never_exact(), 100)
-    detach = attach(model, measured).detach
-    model(tokens(1, 200))
-    detach()
-    between = {way: torch.tensor(errors).mean() for way, errors in measured.between.items()}
-    assert between[None] == 0
-    assert 0 < between["int8"] < torch.tensor(measured.off["int8"]).mean()
-    assert measured.bytes[None] > 2 * measured.bytes["int8"]
+def test_int8_is_measured_beside_keys_that_are_held_as_they_come(folder, tmp_path):
+    arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
+    leaves.main([*arguments, "--length", "200", "--slots", "64"])
+    unchanged, rounded = json.loads((tmp_path / "leaves.json").read_text())["rows"]
+    assert rounded["bytes"] < 0.75 * unchanged["bytes"]
+    assert 0 < unchanged["kl"] < 1
+    assert rounded["kl"] != unchanged["kl"]

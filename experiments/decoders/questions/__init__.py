@@ -1,1 +1,1 @@
-"""Questions about a context that was read once: what each memory of it answers, and what it costs."""
+"""Questions about a context that is read once: what each cache of it answers, and what it costs."""

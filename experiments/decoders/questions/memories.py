@@ -1,7 +1,7 @@
-"""What is left of a context after one prefill, and what a token that comes later pays for it.
+"""Caches of a context after one prefill, and what a later token pays to read them.
 
-Rows of this package: all keys and the exact answer, and the caches of `fewkeys.cache`. Those that drop keys of the
-context by a rival's own code are in `presses.py`.
+Here are those of this package: all keys with exact attention, and `fewkeys.cache`. `presses.py` has those of kvpress,
+which drop keys of the context.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SUM = torch.float64.itemsize
 
 @dataclass(frozen=True)
 class Price:
-    """Of a query token, averaged over those judged.
+    """The price of a query token, averaged over the judged tokens.
 
     slots: keys (and stand-ins) a query head attends to. read: bytes of keys, values, codes and sums that a layer reads
-    for one token; query heads that read the same rows read them once. held: bytes of the whole cache at the end.
+    for one token; rows that several query heads read count once. held: bytes of the whole cache at the end.
     """
 
     slots: float
@@ -39,7 +39,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Memory:
-    """A cache that holds a context. price(first, tokens): what queries first .. tokens - 1 pay, asked afterwards."""
+    """A cache that holds a context. price(first, tokens): what queries first .. tokens - 1 paid for their answers."""
 
     cache: Any
     price: Callable[[int, int], Price]
@@ -57,17 +57,17 @@ class Shape:
 
     @staticmethod
     def of(model: Any) -> Shape:
-        own = model.config
-        dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        heads, kv_heads = own.num_attention_heads, own.num_key_value_heads
-        return Shape(own.num_hidden_layers, heads, kv_heads, dim, model.dtype.itemsize)
+        config = model.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        return Shape(config.num_hidden_layers, heads, kv_heads, dim, model.dtype.itemsize)
 
     def rows(self, count: float) -> float:
-        """Bytes of so many keys and values of each key head of a layer."""
+        """Bytes of `count` keys and values of each key head of a layer."""
         return self.kv_heads * count * 2 * self.dim * self.number
 
     def dropping(self, kept: float, context: int) -> Callable[[int, int], Price]:
-        """The price where `kept` keys of the context are left, and all that come later are added."""
+        """The price of `kept` keys of the context and all keys that come later."""
 
         def price(first: int, tokens: int) -> Price:
             slots = kept + (first + tokens + 1) / 2 - context
@@ -78,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One layer's attention call during the prefill: what a forward hook is given."""
+    """One layer's attention call during the prefill, as a forward hook sees it."""
 
     module: nn.Module
     arguments: dict[str, Any]
@@ -99,7 +99,7 @@ class Prefill:
     @cached_property
     @torch.no_grad()
     def calls(self) -> tuple[Call, ...]:
-        """What every layer was given, in order; its keys and values are in the cache among the arguments."""
+        """The call of every layer, in order. Keys and values are in the cache among the arguments."""
         from transformers import DynamicCache
 
         calls: list[Call] = []
@@ -110,7 +110,7 @@ class Prefill:
             for module in attention_modules(self.model)
         ]
         try:
-            # Newer versions of transformers do not say positions to a layer unless they are passed, and presses ask.
+            # Presses read the positions, which newer versions of transformers hand to a layer only if they are passed.
             places = torch.arange(self.length)
             self.model.model(self.tokens, past_key_values=DynamicCache(), cache_position=places)
         finally:
@@ -125,7 +125,7 @@ class Prefill:
         return [(layer.keys, layer.values) for layer in layers]
 
     def copy(self) -> Any:
-        """A cache of its own with all keys and values."""
+        """A new cache with copies of all keys and values."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -136,13 +136,13 @@ class Prefill:
 
 @contextmanager
 def everything(prefill: Prefill, slots: int) -> Iterator[Memory]:
-    """All keys and exact attention: what the others are compared with."""
+    """All keys and exact attention, the reference."""
     yield Memory(prefill.copy(), Shape.of(prefill.model).dropping(prefill.length, prefill.length))
 
 
 @dataclass(frozen=True)
 class Streams:
-    """`fewkeys.cache` under a plan, filled by exact attention or, `from_first`, by the plan as well."""
+    """`fewkeys.cache` with a plan. The prefill is exact, or by the plan too with `from_first`."""
 
     plan: Callable[[int], fk.Plan]
     leaves: Any = None
@@ -165,10 +165,10 @@ class Streams:
     def _price(self, model: Any, plan: fk.Plan, cache: Any, first: int, tokens: int) -> Price:
         shape = Shape.of(model)
         slots = paid_by(plan, model.config, tokens, first)
-        if not plan.scanned:  # one set of keys serves all queries of a token
+        if not plan.scanned:  # all query heads of a key head read the same keys
             return Price(slots, shape.rows(slots), cache.memory())
         means = plan.rest.count if isinstance(plan.rest, BlockMeans) else 0
-        # int8: a byte a number, and a scale for the key and one for the value.
+        # int8: one byte a number, one scale for the key and one for the value.
         row = 2 * shape.dim * shape.number if self.leaves == "model" else 2 * (shape.dim + torch.float32.itemsize)
         codes = (first + tokens + 1) / 2 * (shape.dim / 4 + 2)
         shared = codes + (means + 1) * 2 * shape.dim * SUM
@@ -185,4 +185,4 @@ MEMORIES: dict[str, Callable[[Prefill, int], Any]] = {
     "constant memory": Streams(PLANS["constant memory"]),
     "sinks + window": Streams(PLANS["sinks + window"]),
 }
-"""From a prefill and a number of slots to a memory, which is open inside `with`."""
+"""Functions of a prefill and a number of slots; each returns a context manager of a memory."""

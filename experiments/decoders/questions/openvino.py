@@ -1,40 +1,41 @@
-"""Eviction of keys and XAttention in OpenVINO GenAI, by their own code, on the needles of `tasks.py`.
+"""OpenVINO GenAI's own eviction of keys and XAttention on the needles of `tasks.py`.
 
     python -m experiments.decoders.questions.openvino --model FOLDER --gguf FILE --text FILE
 
-OpenVINO GenAI hands out text, no logits, and evicts while an answer is written, after a prefill of context and
-question. So every question is a prompt of its own, with the earlier turns before it, whose keys its prefix cache hands
-on. Its answer is generated greedily, and is right where it holds the number. Shares are of the right answers by
-OpenVINO's own exact attention. In float32, as the other rows. Each figure is written to results/questions-openvino.json
-as soon as it is known.
+OpenVINO GenAI returns text, no logits, and evicts keys while it writes an answer, after a prefill of context and
+question. So every question is a separate prompt that begins with the earlier turns; its prefix cache keeps their keys.
+The answer is generated greedily and is right if it contains the number. Shares are relative to the right answers of
+OpenVINO's exact attention. All in float32, as the other rows. Each figure is written to results/questions-openvino.json
+at once, so that a stopped run goes on.
 
-Needs: pip install openvino-genai==2026.4.1.0 (which brings openvino and openvino-tokenizers), or into a folder of its
-own by --target FOLDER.
+Needs: pip install openvino-genai==2026.4.1.0 (which brings openvino and openvino-tokenizers), or the same with
+--target FOLDER.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.decoders.decoder import load_tokenizer, options, read_text
+from experiments.cells import Cell, measure, opened
+from experiments.decoders.decoder import load_tokenizer, read_text
+from experiments.decoders.decoder import options as decoder_options
 from experiments.decoders.questions.run import RESULTS
 from experiments.decoders.tasks import TASKS, Maker, Prompt
-
-from fewkeys.bench.machine import machine, versions
-from fewkeys.core.files import read_json, write_json
 
 FILE = "questions-openvino.json"
 NEEDLES = ("few needles", "many needles")
 NEW_TOKENS = 16
 PRECISE = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 START, RECENT = 32, 64
-"""Tokens in whole blocks of 32 that eviction always keeps: at least a block at the beginning."""
+"""Tokens that eviction always keeps, in whole blocks of 32: at least one block at the beginning."""
 
 
 def _evicting(genai: Any, slots: int) -> dict[str, Any]:
@@ -54,41 +55,42 @@ ROWS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "eviction, 128 slots": lambda genai: _evicting(genai, 128),
     "XAttention": _sparse,
 }
-"""How the scheduler differs from its default; XAttention with all its defaults."""
+"""Settings of the scheduler that differ from its defaults. XAttention has all its defaults."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
-    parser = options(__doc__)
+    parser = decoder_options(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="plain or .gz")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder for {FILE}")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt, questions included")
     parser.add_argument("--tasks", nargs="+", choices=NEEDLES, default=NEEDLES[:1], metavar="TASK")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the prompts, 8 questions each")
-    given = parser.parse_args(arguments)
-    results = read_json(given.out, FILE) if (given.out / FILE).is_file() else {"model": given.gguf, "cells": []}
+    options = parser.parse_args(arguments)
     genai = import_module("openvino_genai")
-    tokenizer = load_tokenizer(given.model, given.gguf)
-    maker = Maker(tokenizer, read_text(given.text))
-    for row in given.rows:
-        pipeline = None
-        for seed, task in product(given.seeds, given.tasks):
-            of = {"task": task, "length": given.length, "seed": seed, "row": row}
-            if of in [cell["of"] for cell in results["cells"]]:
-                continue
-            pipeline = pipeline or _pipeline(genai, Path(given.model) / given.gguf, ROWS[row](genai))
-            asked = list(questions(TASKS[task](maker, given.length, seed), tokenizer))
-            right = sum(number in _written(genai, pipeline, ids, tokenizer) for ids, number in asked)
-            results["cells"].append({"of": of, "right": right, "answers": len(asked)})
-            numbers = versions() | {"openvino-genai": genai.get_version()}
-            write_json(given.out, FILE, {**results, "versions": numbers, "machine": machine()})
-            print(f"{row}, {task}, {seed}: {right} of {len(asked)}", flush=True)
+    results = opened(options.out, FILE, model=options.gguf)
+    measure(_cells(genai, options), results, options.out, FILE, **{"openvino-genai": genai.get_version()})
     return 0
 
 
+def _cells(genai: Any, options: argparse.Namespace) -> Iterator[Cell]:
+    tokenizer = load_tokenizer(options.model, options.gguf)
+    maker = Maker(tokenizer, read_text(options.text))
+    for row in options.rows:
+        pipeline = cache(partial(_pipeline, genai, Path(options.model) / options.gguf, ROWS[row](genai)))
+        for seed, task in product(options.seeds, options.tasks):
+
+            def judge(pipeline: Any = pipeline, task: str = task, seed: int = seed) -> dict[str, int]:
+                asked = list(questions(TASKS[task](maker, options.length, seed), tokenizer))
+                right = sum(number in _written(genai, pipeline(), ids, tokenizer) for ids, number in asked)
+                return {"right": right, "answers": len(asked)}
+
+            yield {"task": task, "length": options.length, "seed": seed, "row": row}, judge
+
+
 def questions(prompt: Prompt, tokenizer: Any) -> Iterator[tuple[list[int], str]]:
-    """Each question with all that stands before its answer, as tokens, and the number that answers it."""
+    """For each question all tokens before its answer, and the number that answers it."""
     ids = prompt.tokens[0].tolist()
     turns: dict[int, list[int]] = {}
     for one in prompt.judged:

@@ -1,11 +1,10 @@
-"""Presses of kvpress (NVIDIA), run by their own code: which keys of a context each keeps after an exact prefill.
+"""The presses of NVIDIA's kvpress, run by its own code: the keys of a context that each keeps after an exact prefill.
 
-kvpress is no extra of this package: 0.5.5 asks for transformers before 5.3, fewkeys for 5.10 or later. Its presses run
-under both, so it is installed beside, without its dependencies (`INSTALL`).
+kvpress is not an extra of this package: 0.5.5 asks for transformers before 5.3, fewkeys for 5.10 or later. Its presses
+run under both, so it is installed separately, without its dependencies (`INSTALL`).
 
-A press is a forward hook of the attention layers, which scores the keys and shortens the cache. A prefill by exact
-attention is the same for all presses, so it is done once, and each press's own hook is called with what the layers
-were given.
+A press is a forward hook of the attention layers that scores the keys and shortens the cache. The exact prefill is the
+same for all presses, so it runs once, and the hook of each press is called with its recorded arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ INSTALL = (
     "dill multiprocess xxhash termcolor six pytz tzdata python-dateutil, and put FOLDER at the end of PYTHONPATH"
 )
 READING_AGAIN = ("KVzip",)
-"""Presses that have the model read the context once more: nothing of the prefill can be reused."""
+"""Presses for which the model reads the context once more, so that the prefill cannot be reused."""
 PRESSES: dict[str, Callable[[Any], Any]] = {
     "SnapKV": lambda kv: kv.SnapKVPress(),
     "TOVA": lambda kv: kv.TOVAPress(),
@@ -46,7 +45,7 @@ PRESSES: dict[str, Callable[[Any], Any]] = {
     "random keys": lambda kv: kv.RandomPress(),
     "KVzip": lambda kv: kv.KVzipPress(),
 }
-"""Each with the settings that kvpress gives it."""
+"""Each with the defaults of kvpress."""
 
 
 def kvpress() -> ModuleType:
@@ -58,15 +57,15 @@ def kvpress() -> ModuleType:
 
 
 def ratio(slots: int, length: int) -> float:
-    """What a press is to drop of `length` keys: it keeps int(length (1 - ratio)), and half a key saves that from
-    rounding.
+    """The share of `length` keys that a press drops. It keeps int(length (1 - ratio)); half a key more guards against
+    rounding down.
     """
     return 1 - (slots + 0.5) / length
 
 
 @contextmanager
 def pressed(name: str, prefill: Prefill, slots: int, tokenizer: Any = None) -> Iterator[Memory]:
-    """What a press leaves of a context when it is asked to keep `slots` keys of every head."""
+    """The cache of a context after a press that keeps `slots` keys of every head."""
     if slots >= prefill.length:
         raise ValueError(f"--slots: expected fewer than the context's {prefill.length} keys, got {slots}")
     model, press = prefill.model, PRESSES[name](kvpress())
@@ -77,7 +76,7 @@ def pressed(name: str, prefill: Prefill, slots: int, tokenizer: Any = None) -> I
             torch.manual_seed(0)
             again = name in READING_AGAIN
             cache = _after_its_own_prefill(press, prefill, tokenizer) if again else _replayed(press, prefill)
-        # Presses that choose by head leave all keys in place and name those whose weight is to vanish.
+        # Presses that choose by head leave all keys in place and list those that must get no weight.
         hidden = [getattr(module, "masked_key_indices", None) for module in modules]
         masked = sum(len(indices[0]) for indices in hidden if indices is not None)
         shape = Shape.of(model)
@@ -98,11 +97,11 @@ def _replayed(press: Any, prefill: Prefill) -> Any:
 
 
 def _after_its_own_prefill(press: Any, prefill: Prefill, tokenizer: Any) -> Any:
-    """The model reads the context under the press, which loads a tokenizer from the folder the model names."""
+    """The model reads the context under the press, which loads a tokenizer from the folder in the configuration."""
     from transformers import DynamicCache
 
     model, cache = prefill.model, DynamicCache()
-    named = model.config.name_or_path
+    path = model.config.name_or_path
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         model.config.name_or_path = folder
@@ -110,5 +109,5 @@ def _after_its_own_prefill(press: Any, prefill: Prefill, tokenizer: Any) -> Any:
             with press(model):
                 model.model(input_ids=prefill.tokens, past_key_values=cache)
         finally:
-            model.config.name_or_path = named
+            model.config.name_or_path = path
     return cache

@@ -21,27 +21,27 @@ CONTROLS = ("sinks + window", "StreamingLLM", "key norm", "random keys")
 
 
 def rows(cells: Cells, slots: int) -> list[dict[str, Any]]:
-    """What each row answered on the prompts that all rows were given, summed up; the least KL first."""
+    """The sums of each row over the prompts that all rows have answered; the least KL first."""
     by_row: dict[str, dict[Prompt, dict[str, Any]]] = {}
     for cell in cells:
         if cell["of"]["slots"] in (0, slots):
             by_row.setdefault(cell["of"]["row"], {})[_prompt(cell)] = cell
-    shared = [prompt for prompt in by_row.get(EXACT, ()) if all(prompt in given for given in by_row.values())]
+    shared = [prompt for prompt in by_row.get(EXACT, ()) if all(prompt in cells_of for cells_of in by_row.values())]
     best = [by_row[EXACT][prompt] for prompt in shared]
     summed = []
-    for row, given in by_row.items() if shared else ():
-        mine = [given[prompt] for prompt in shared]
+    for row, by_prompt in by_row.items() if shared else ():
+        mine = [by_prompt[prompt] for prompt in shared]
         right = {task: [0, 0] for _, _, task in shared}
         for cell in mine:
             right[cell["of"]["task"]][0] += cell["right"]
             right[cell["of"]["task"]][1] += cell["answers"]
         kl = [cell["kl"] for cell in mine]
-        one = {"row": row, "right": right, "kl": mean(kl)}
-        one["kl_off"] = stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
-        one["share"] = sum(cell["right"] for cell in mine) / max(1, sum(cell["right"] for cell in best))
-        one["lost"] = mean(cell["likelihood"] for cell in best) - mean(cell["likelihood"] for cell in mine)
-        summed.append(one | {what: mean(cell[what] for cell in mine) for what in ("slots", "read", "held")})
-    return sorted(summed, key=lambda one: one["kl"])
+        sums = {"row": row, "right": right, "kl": mean(kl)}
+        sums["kl_off"] = stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
+        sums["share"] = sum(cell["right"] for cell in mine) / max(1, sum(cell["right"] for cell in best))
+        sums["lost"] = mean(cell["likelihood"] for cell in best) - mean(cell["likelihood"] for cell in mine)
+        summed.append(sums | {what: mean(cell[what] for cell in mine) for what in ("slots", "read", "held")})
+    return sorted(summed, key=lambda sums: sums["kl"])
 
 
 def table(cells: Cells, slots: int) -> str:
@@ -75,7 +75,7 @@ def table(cells: Cells, slots: int) -> str:
 
 
 def save_picture(cells: Cells, sizes: Sequence[int], path: Path) -> None:
-    """KL against the bytes that a token reads, right answers against those held; a line a row, over its slots."""
+    """KL against the bytes that a token reads, right answers against the bytes held; a line for each row."""
     sizes = sorted(sizes)
     points: dict[str, list[dict[str, Any]]] = {}
     for slots in sizes:
@@ -94,14 +94,14 @@ def save_picture(cells: Cells, sizes: Sequence[int], path: Path) -> None:
     )
     for axes, what, cost, unit in ((distance, "kl", "read", 1e3), (answers, "share", "held", 1e6)):
         ends = {}
-        for name, own in points.items():
-            x, y = [row[cost] / unit for row in own], [row[what] for row in own]
+        for name, line in points.items():
+            x, y = [row[cost] / unit for row in line], [row[what] for row in line]
             draw(axes, x, y, looks[name])
             ends[name] = (x[-1], y[-1])
-        costs = [row[cost] / unit for own in points.values() for row in own]
+        costs = [row[cost] / unit for line in points.values() for row in line]
         logarithmic(axes, "x", costs, [10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000])
         if what == "kl":
-            logarithmic(axes, "y", [row["kl"] for own in points.values() for row in own])
+            logarithmic(axes, "y", [row["kl"] for line in points.values() for row in line])
         name_lines(axes, ends, looks)
     say(distance, "KB that a layer reads for a token", "KL(exact || row)", "Distance of the predictions")
     say(answers, "MB that the whole cache holds", "share of exact attention's", "Right answers")
@@ -109,7 +109,7 @@ def save_picture(cells: Cells, sizes: Sequence[int], path: Path) -> None:
 
 
 def _looks(names: Sequence[str]) -> dict[str, Look]:
-    """This package in green, controls in grey, rivals in the other colours in turn."""
+    """This package in green, controls in grey, each rival in another colour."""
     marks, greys = "sD^vhPpdX", iter(["#767676", "#8a8a8a", "#a3a3a3", "#bcbcbc"])
     dashes = iter(["-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 1, 1, 1)), "-"])
     looks, rivals = {}, 0

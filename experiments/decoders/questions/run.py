@@ -1,12 +1,12 @@
-"""Questions about a context that is read once by exact attention: rivals by their own code, and the caches of fewkeys.
+"""Questions about a context that exact attention reads once: kvpress by its own code, and the caches of fewkeys.
 
     python -m experiments.decoders.questions.run --model FOLDER [--gguf FILE] --text FILE
 
-A prompt of `tasks.py` is cut before its first question. The context is read once; each row keeps of it what its rule
-keeps, or all; then questions and answers follow in one forward, and each answer is judged by the logits that predict
-its tokens: right where every judged token is the likeliest; the mean log-likelihood of judged tokens; KL(exact || row),
-the mean over all tokens from the first answer on. Each figure is written to results/questions.json as soon as it is
-known, so a stopped run goes on; table and picture are drawn at the end, or by --report alone.
+A prompt of `tasks.py` is cut before its first question. The context is read once, and each row keeps its keys of it.
+Then questions and answers follow in one forward. An answer is right if each of its judged tokens is the likeliest.
+Further figures are the mean log-likelihood of judged tokens, and KL(exact || row), the mean over all tokens from the
+first answer on. Each figure is written to results/questions.json at once, so a stopped run goes on. Table and picture
+are drawn at the end, or by --report alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
+from experiments.cells import Cell, exit_code, measure, opened
 from experiments.decoders.decoder import load, read_text
 from experiments.decoders.decoder import options as decoder_options
 from experiments.decoders.methods import EXACT
@@ -31,9 +31,6 @@ from experiments.decoders.questions.presses import PRESSES, kvpress, pressed
 from experiments.decoders.questions.report import save_picture, table
 from experiments.decoders.tasks import TASKS, Maker, Prompt, score
 from torch import Tensor
-
-from fewkeys.bench.machine import machine, versions
-from fewkeys.core.files import read_json, write_json
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILE = "questions.json"
@@ -52,46 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the prompts, 8 or 12 answers each")
     parser.add_argument("--report", action="store_true", help="measure nothing; draw table and picture")
     options = parser.parse_args(arguments)
-    try:
-        _run(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(partial(_run, options))
 
 
 def _run(options: argparse.Namespace) -> None:
-    name = options.gguf or Path(options.model).name
-    known = (options.out / FILE).is_file()
-    results = read_json(options.out, FILE) if known else {"model": name, "cells": []}
-    if results["model"] != name:
-        raise ValueError(f"--out: {options.out} holds results of {results['model']}; choose another folder")
+    results = opened(options.out, FILE, model=options.gguf or Path(options.model).name)
     if not options.report:
-        by_press = any(row in PRESSES for row in options.rows)
-        if by_press:
+        packages = {}
+        if any(row in PRESSES for row in options.rows):
             kvpress()
-        numbers = versions(with_transformers=True) | ({"kvpress": version("kvpress")} if by_press else {})
-        measured = [cell["of"] for cell in results["cells"]]
-        for of, judge in _cells(options):
-            if of in measured:
-                continue
-            began = perf_counter()
-            figures = judge()
-            results["cells"].append({"of": of, **figures})
-            write_json(
-                options.out,
-                FILE,
-                {**results, "versions": results.get("versions", {}) | numbers, "machine": machine()},
-            )
-            shown = {name: round(value, 3) for name, value in figures.items()}
-            print(f"{', '.join(map(str, of.values()))}: {shown} ({perf_counter() - began:.0f} s)", flush=True)
+            packages["kvpress"] = version("kvpress")
+        measure(_cells(options), results, options.out, FILE, **packages)
     save_picture(results["cells"], options.slots, options.out / "questions.png")
     for slots in options.slots:
         print(table(results["cells"], slots), end="\n\n")
 
 
-def _cells(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
-    """What each figure is of, and how it is measured: prompt by prompt, since rows share a prefill."""
+def _cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """The figures, prompt by prompt, since all rows share a prefill."""
     model, tokenizer = load(options.model, options.gguf)
     maker = Maker(tokenizer, read_text(options.text))
     rows = [(EXACT, 0)] * (EXACT in options.rows)
@@ -104,7 +79,7 @@ def _cells(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callab
 
 
 class Judge:
-    """Answers to the questions of one prompt by what rows keep of its context."""
+    """Judges the answers to the questions of one prompt from what each row keeps of its context."""
 
     def __init__(self, model: Any, tokenizer: Any, make: Callable[[], Prompt]) -> None:
         self.model, self.tokenizer, self._make = model, tokenizer, make

@@ -1,1 +1,1 @@
-"""Rivals that serve decoders: rules that say, for every query of a sequence, which keys of its past it attends to."""
+"""Rivals for decoders: rules that choose, for every query of a sequence, the keys of its past to attend to."""

@@ -1,8 +1,8 @@
-"""Express: thinning that goes with the sequence, ours, after the paper's idea.
+"""Express: thinning along the sequence. Our implementation after the paper's idea.
 
-Keys are sealed `size` at a time. Two sets of the same level are thinned to one by kernel halving, each key left
-standing for both of its pair, so that a past of any length is a set for every binary digit of its number of seals; keys
-of level l weigh 2^l. Keys not sealed yet are exact, and so are the first ones, without which any decoder is lost. The
+Keys are sealed `size` at a time. Kernel halving thins two sets of the same level to one, in which each key represents
+a pair. So the past is one set for every binary digit 1 of its number of seals, and keys of level l weigh 2^l. Keys not
+sealed yet are exact, and so are the first ones, without which decoders fail. The
 paper bounds memory by O(size); here it is O(size log n), of which half is used on average.
 
 Source: Gong, Carrell, Dwivedi, Mackey, "Express Language Modeling" (arXiv 2606.10944); halving: `thinformer.py`.
@@ -22,14 +22,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Express:
-    """`size`: of a set, even."""
+    """`size`: keys of a set, an even number."""
 
     size: int
     sinks: int = 4
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Look]:
         generator = torch.Generator().manual_seed(0)
-        sets: list[tuple[int, Tensor]] = []  # level, and places (Hkv, size), the longest ago first
+        sets: list[tuple[int, Tensor]] = []  # level, and places (Hkv, size), the oldest set first
         most = value.abs().amax((1, 2))[:, None, None, None]
         for start in (0, *range(self.sinks + self.size, key.shape[1], self.size)):
             stop = min(max(start, self.sinks) + self.size, key.shape[1])
@@ -48,8 +48,8 @@ class Express:
             while len(sets) > 1 and sets[-1][0] == sets[-2][0]:
                 (level, first), (_, second) = sets[-2:]
                 place = torch.cat([first, second], 1)
-                some = [
+                both = [
                     x.gather(1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))[:, None, None] for x in (key, value)
                 ]
-                left = halve(*some, key.shape[-1] ** -0.5, most.unsqueeze(-1), generator)[:, 0, 0]
+                left = halve(*both, key.shape[-1] ** -0.5, most.unsqueeze(-1), generator)[:, 0, 0]
                 sets[-2:] = [(level + 1, place.gather(1, left))]

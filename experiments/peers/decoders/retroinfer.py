@@ -1,8 +1,8 @@
-"""RetroInfer's split: exact, estimated, left out; ours, after the paper.
+"""RetroInfer: exact, estimated and dropped clusters of keys. Our implementation after the paper.
 
 The first keys, the latest, and the keys of a query's best clusters are exact; further clusters are estimated by their
-mean key and mean value; the others are left out. Keys are clustered segment by segment, one cluster for `size` of them.
-Scored means count as slots, unless `free`.
+mean key and mean value; the others are dropped. Keys are clustered segment by segment, one cluster for `size` of them.
+Each scored mean counts as a slot, unless `free`.
 
 Source: Chen et al., "RetroInfer" (arXiv 2505.02922), section 4: the wave index.
 """
@@ -32,7 +32,7 @@ class RetroInfer:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Look]:
         generator = torch.Generator().manual_seed(0)
-        own = torch.zeros(len(key), 0, dtype=torch.int64)
+        cluster = torch.zeros(len(key), 0, dtype=torch.int64)
         for start in range(0, key.shape[1], self.segment):
             stop = min(start + self.segment, key.shape[1])
             now = query[:, :, start:stop]
@@ -40,14 +40,14 @@ class RetroInfer:
                 kept = torch.ones(*now.shape[:-1], stop, dtype=torch.bool)
                 yield Look(start, stop, kept, torch.zeros(kept.shape[:-1], dtype=torch.int64))
             else:
-                yield self._look(now, key[:, :start], value[:, :start], own, start)
+                yield self._look(now, key[:, :start], value[:, :start], cluster, start)
             many = max(1, (stop - start) // self.size)
             fresh, _ = k_means(key[None, :, start:stop], many, 5, generator)
-            own = torch.cat([own, fresh[0] + start // self.size], 1)
+            cluster = torch.cat([cluster, fresh[0] + start // self.size], 1)
 
-    def _look(self, query: Tensor, key: Tensor, value: Tensor, own: Tensor, start: int) -> Look:
+    def _look(self, query: Tensor, key: Tensor, value: Tensor, cluster: Tensor, start: int) -> Look:
         count = start // self.size
-        (mean, size), (stand_in, _) = (averages(x[None], own[None], count) for x in (key, value))
+        (mean, size), (stand_in, _) = (averages(x[None], cluster[None], count) for x in (key, value))
         level = size.log()[0][:, None, None]
         score = query @ mean[0][:, None].mT + level
         used = (size[0] > 0).sum(-1)[:, None, None]
@@ -59,7 +59,7 @@ class RetroInfer:
         fits[..., 0] = True
         opened = torch.zeros_like(fits).scatter(-1, order, fits)
         near = torch.zeros_like(fits).scatter(-1, order[..., : max(1, int(self.estimated * count))], True)
-        kept = opened.gather(-1, own[:, None, None].expand(*opened.shape[:-1], -1))
+        kept = opened.gather(-1, cluster[:, None, None].expand(*opened.shape[:-1], -1))
         kept[..., :SINKS] = True
         kept = torch.nn.functional.pad(kept, (0, query.shape[2]), value=True)
         return Look(

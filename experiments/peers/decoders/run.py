@@ -1,10 +1,10 @@
-"""Output error against slots on a real decoder, for every rival that serves decoders.
+"""Output error against slots on a decoder, for every rival that serves decoders.
 
     python -m experiments.peers.decoders.run --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--out DIR]
 
-Queries, keys and values of some layers on one stretch of text; the error is judged on its second half, against exact
-attention to the same past. Paid are kept keys, drawn or standing keys, and every mean or page scored. Each figure is
-added to DIR/smollm2.json as soon as it is known, so a stopped run goes on.
+The inputs are queries, keys and values of `--layers` on one stretch of text; the error is that of its second half,
+against exact attention to the same past. Paid are kept keys, drawn keys, stand-ins, and every mean or page scored. Each
+figure is written to DIR/smollm2.json at once, so a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
+from experiments.cells import opened
 from experiments.decoders.attend import ByRule, Rule
 from experiments.decoders.decoder import load, read_text
+from experiments.decoders.decoder import options as decoder_options
 from experiments.decoders.methods import RULES as OTHERS
 from experiments.decoders.rivals import Evicting
 from experiments.peers.decoders.express import Express
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import write_json
 
 FILE = "smollm2.json"
 PLANS: dict[str, Callable[[int], fk.Plan]] = {
@@ -65,39 +66,35 @@ def play(rule: Rule, query: Tensor, key: Tensor, value: Tensor, first: int) -> t
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
-    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser = decoder_options(__doc__)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        calls = _calls(given)
+        calls = _calls(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    data: dict[str, Any] = {"length": given.length, "layers": given.layers, "rows": []}
-    if (given.out / FILE).is_file():
-        data = read_json(given.out, FILE)
-    known = {(row["peer"], row["slots"]) for row in data["rows"]}
+    data = {"length": options.length, "layers": options.layers, **opened(options.out, FILE, "rows")}
+    judged = {(row["peer"], row["slots"]) for row in data["rows"]}
     data |= {"machine": machine(), "versions": versions(with_transformers=True)}
     for slots in SLOTS:
         for name in (*PLANS, *RULES):
-            if (name, slots) in known:
+            if (name, slots) in judged:
                 continue
             error, paid = judge(name, slots, calls)
             data["rows"].append({"peer": name, "slots": slots, "error": round(error, 5), "paid": round(paid, 2)})
-            write_json(given.out, FILE, data)
+            write_json(options.out, FILE, data)
             print(f"{name} {slots}: error {error:.3f}, {paid:.0f} paid", file=sys.stderr, flush=True)
-    save_slots(data, given.out / "smollm2.png")
+    save_slots(data, options.out / "smollm2.png")
     return 0
 
 
 @torch.no_grad()
 def judge(name: str, slots: int, calls: list[AttentionInputs]) -> tuple[float, float]:
-    """Mean relative error over the second half, heads and layers, and slots paid. A plan pays its slots at most."""
+    """Mean relative error over the second half, heads and layers, and slots paid; for a plan its number of slots."""
     errors, payments = [], []
     for call in calls:
         first = call.query.shape[2] // 2
@@ -114,11 +111,13 @@ def judge(name: str, slots: int, calls: list[AttentionInputs]) -> tuple[float, f
     return sum(errors) / len(errors), sum(payments) / len(payments)
 
 
-def _calls(given: argparse.Namespace) -> list[AttentionInputs]:
-    model, tokenizer = load(given.model, given.gguf)
-    tokens = tokenizer(read_text(given.text)[: 8 * given.length], return_tensors="pt").input_ids[:, : given.length]
+def _calls(options: argparse.Namespace) -> list[AttentionInputs]:
+    model, tokenizer = load(options.model, options.gguf)
+    tokens = tokenizer(read_text(options.text)[: 8 * options.length], return_tensors="pt").input_ids[
+        :, : options.length
+    ]
     capture = fk.capture(model, [{"input_ids": tokens}])
-    return [next(iter(capture.calls(layer))) for layer in given.layers]
+    return [next(iter(capture.calls(layer))) for layer in options.layers]
 
 
 if __name__ == "__main__":

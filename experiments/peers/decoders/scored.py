@@ -1,7 +1,7 @@
-"""Caches pruned by a score of every key: SnapKV, Expected Attention, Compactor, ours, after the papers.
+"""Caches pruned by a score of every key: SnapKV, Expected Attention, Compactor. Ours, after the papers.
 
-The papers score once, after the prompt. Here keys are scored anew before every `block` queries, and all of the past
-may be chosen again, which is in the rivals' favour; the keys of the block itself are kept as well, and counted.
+The papers score once, after the prompt. Here keys are scored again before every `block` queries, and any key of the
+past may be chosen, which favours the rivals. The keys of the block are kept too, and counted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SINKS, RECENT = 4, 32
 
 
 class Score(Protocol):
-    """The worth (Hkv, T) of past keys (Hkv, T, D), values (Hkv, T, Dv), by past queries (Hkv, G, T, D), scaled."""
+    """Scores (Hkv, T) of past keys (Hkv, T, D) and values (Hkv, T, Dv), from past scaled queries (Hkv, G, T, D)."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The first keys, the latest ones, and of the others those of largest score: `slots` on average."""
+    """Keeps the first keys, the latest ones, and the others of largest score: `slots` on average."""
 
     slots: int
     score: Score
@@ -47,7 +47,7 @@ class Scored:
 
 
 def votes(query: Tensor, key: Tensor, value: Tensor, window: int = 32, pool: int = 7) -> Tensor:
-    """What the latest queries attend to, pooled over neighbours (Li et al., "SnapKV", arXiv 2404.14469, section 4)."""
+    """The weights of the latest queries, pooled over neighbours (Li et al., "SnapKV", arXiv 2404.14469, section 4)."""
     window = min(window, key.shape[1])
     score = query[:, :, -window:] @ key[:, None].mT
     late = torch.ones(window, window, dtype=torch.bool).triu(1)
@@ -58,8 +58,8 @@ def votes(query: Tensor, key: Tensor, value: Tensor, window: int = 32, pool: int
 def expected(query: Tensor, key: Tensor, value: Tensor, window: int = 512) -> Tensor:
     """The weight that a normal query like the latest gives to a key, times |v| (arXiv 2510.00636, section 3).
 
-    `exp(m . k + k^T C k / 2)`, m and C of the latest queries. The paper models them before rotation and turns the model
-    to future places; here the latest queries themselves, rotated, are the model.
+    `exp(m . k + k^T C k / 2)`, m and C of the latest queries. The paper models queries before rotation and rotates the
+    model to future positions; here the model is that of the latest rotated queries.
     """
     late = query[:, :, -window:]
     mean = late.mean(2, keepdim=True)
@@ -78,7 +78,7 @@ def compactor(query: Tensor, key: Tensor, value: Tensor, chunk: int = 256) -> Te
         (mine @ yours[:, None].mT).softmax(-1).mean((1, 2)) * yours.shape[1]
         for mine, yours in zip(query.split(chunk, 2), key.split(chunk, 1), strict=True)
     ]
-    found = [
+    scores = [
         (part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True) for part in (leverage, torch.cat(weight, 1))
     ]
-    return found[0] + found[1]
+    return scores[0] + scores[1]

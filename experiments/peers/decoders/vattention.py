@@ -1,13 +1,13 @@
-"""vAttention: the best keys, and a sample of the others as large as a promise needs; ours, after the paper.
+"""vAttention: the best keys, and a sample of the others whose size meets an error bound. Ours, after the paper.
 
 A query keeps the first keys, the latest and its `top` best ones; of the n_s others it draws `base`, estimates mean and
-spread of their weights exp(s), and then draws as many as make the sum of all weights right to a factor 1 +- epsilon
-with chance 1 - delta, by the central limit theorem:
+spread of their weights exp(s), and then draws enough keys that the sum of all weights is right up to a factor
+1 +- epsilon with probability 1 - delta, by the central limit theorem:
 
     b = (z_(1 - delta / 2) n_s sigma / (epsilon D))^2,   D the estimated sum of all weights.
 
-Drawn keys weigh n_s / b. The best keys are found by scoring all, which the paper leaves to an index; kept and drawn
-keys count as slots, that search does not.
+Drawn keys weigh n_s / b. All scores are computed to find the best keys, which the paper leaves to an index; kept and
+drawn keys count as slots, that search does not.
 
 Source: Desai et al., "vAttention: Verified Sparse Attention" (arXiv 2510.05688), section 4.
 """
@@ -27,7 +27,7 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class VAttention:
-    """`top`, `recent`: of keys; `base`: the least that is drawn."""
+    """`top`, `recent`: numbers of keys; `base`: the least number of drawn keys."""
 
     top: int
     epsilon: float = 0.1
