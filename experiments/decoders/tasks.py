@@ -109,23 +109,23 @@ class Maker:
     def needles(
         self, length: int, seed: int, keys: int, *, values: int = 1, digits: int = 5, haystack: Haystack = "text"
     ) -> Prompt:
-        """`keys` places have `values` magic numbers each, hidden in the haystack; the numbers of eight or all are asked.
+        """`keys` places have `values` magic numbers each, hidden in the haystack; those of at most eight are asked.
 
         The haystack is the text, one sentence again and again ("noise"), or the numbers of other names ("needles").
         """
         rng = random.Random(seed)
         numbers = {place: [_number(rng, digits) for _ in range(values)] for place in rng.sample(self.places, keys)}
-        hidden = [(rng.random(), _needle(place, number)) for place, its in numbers.items() for number in its]
+        depth = {(place, number): rng.random() for place, its in numbers.items() for number in its}
         turns = []
-        for place, its in rng.sample(list(numbers.items()), min(keys, 8)):
-            many = "s" if values > 1 else ""
-            answer: list[str | Word] = [f"The magic number{many} of {place} {'are' if many else 'is'} "]
+        for place in rng.sample(list(numbers), min(keys, 8)):
+            which = f"magic number of {place} is" if values == 1 else f"magic numbers of {place} are"
+            answer: list[str | Word] = [f"The {which} "]
             # In the order of the text: any other order is as right, and would be judged wrong.
-            for number in sorted(its, key=lambda number, place=place: hidden[_place(hidden, place, number)][0]):
+            for number in sorted(numbers[place], key=lambda number, place=place: depth[place, number]):
                 answer += [Word(number), ", "]
-            turns.append(
-                Turn(f"What {'are' if many else 'is'} the magic number{many} of {place}?", (*answer[:-1], "."))
-            )
+            *subject, verb = which.split()
+            turns.append(Turn(f"What {verb} the {' '.join(subject)}?", (*answer[:-1], ".")))
+        hidden = [(at, _needle(*of)) for of, at in depth.items()]
         task = "Some magic numbers are hidden in the following text. Memorize them."
         return self._hide(task, hidden, turns, length, rng, haystack)
 
@@ -269,10 +269,6 @@ def _number(rng: random.Random, digits: int = 5) -> str:
 
 def _needle(name: str, number: str) -> str:
     return f"The magic number of {name} is {number}."
-
-
-def _place(hidden: Sequence[tuple[float, str]], name: str, number: str) -> int:
-    return next(i for i, (_, line) in enumerate(hidden) if line == _needle(name, number))
 
 
 def _largest(build: Callable[[int], Prompt], length: int, most: int) -> Prompt:
