@@ -11,8 +11,8 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, permutations
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ Manila Jakarta Bangkok Shanghai Mumbai Istanbul""".split()  # noqa: SIM905
 NAMES = """Alpha Delta Echo Golf Hotel India Mike Oscar Romeo Sierra Victor Zero Apple Lemon Cherry Olive Maple Cedar
 Rose Daisy Lily Tiger Lion Eagle Falcon Wolf Bear Horse Silver Gold Copper Iron Ruby Pearl Coral Storm River Ocean
 Stone Cloud""".split()  # noqa: SIM905
+
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+Haystack = Literal["text", "noise", "needles"]
 
 
 @dataclass(frozen=True)
@@ -102,17 +106,28 @@ class Maker:
         self.words = self._apart(list(dict.fromkeys(re.findall(r"\b[a-z]{4,9}\b", text))))
         self.names, self.places = self._apart(NAMES), self._apart(PLACES)
 
-    def needles(self, length: int, seed: int, keys: int) -> Prompt:
-        """`keys` magic numbers are hidden in the text; eight are asked for."""
+    def needles(
+        self, length: int, seed: int, keys: int, *, values: int = 1, digits: int = 5, haystack: Haystack = "text"
+    ) -> Prompt:
+        """`keys` places have `values` magic numbers each, hidden in the haystack; those of at most eight are asked.
+
+        The haystack is the text, one sentence again and again ("noise"), or the numbers of other names ("needles").
+        """
         rng = random.Random(seed)
-        numbers = {place: _number(rng) for place in rng.sample(self.places, keys)}
-        hidden = [(rng.random(), f"The magic number of {place} is {number}.") for place, number in numbers.items()]
-        turns = [
-            Turn(f"What is the magic number of {place}?", (f"The magic number of {place} is ", Word(number), "."))
-            for place, number in rng.sample(list(numbers.items()), 8)
-        ]
+        numbers = {place: [_number(rng, digits) for _ in range(values)] for place in rng.sample(self.places, keys)}
+        depth = {(place, number): rng.random() for place, its in numbers.items() for number in its}
+        turns = []
+        for place in rng.sample(list(numbers), min(keys, 8)):
+            which = f"magic number of {place} is" if values == 1 else f"magic numbers of {place} are"
+            answer: list[str | Word] = [f"The {which} "]
+            # In the order of the text: any other order is as right, and would be judged wrong.
+            for number in sorted(numbers[place], key=lambda number, place=place: depth[place, number]):
+                answer += [Word(number), ", "]
+            *subject, verb = which.split()
+            turns.append(Turn(f"What {verb} the {' '.join(subject)}?", (*answer[:-1], ".")))
+        hidden = [(at, _needle(*of)) for of, at in depth.items()]
         task = "Some magic numbers are hidden in the following text. Memorize them."
-        return self._hide(task, hidden, turns, length, rng)
+        return self._hide(task, hidden, turns, length, rng, haystack)
 
     def tracking(self, length: int, seed: int, chains: int = 4, hops: int = 2) -> Prompt:
         """Variables are set to numbers, or to one another; every chain is asked back to its number.
@@ -134,6 +149,22 @@ class Maker:
         task = "Chains of variable assignments are hidden in the following text. Memorize and track them."
         return self._hide(task, hidden, turns, length, rng)
 
+    def frequent(self, length: int, seed: int, count: int = 3) -> Prompt:
+        """A list of words of which the k-th comes in proportion to 1 / k^2: which are the `count` most frequent?
+
+        Each answer is judged against three words of ranks 4 to 10, drawn by lot.
+        """
+        words = random.Random(seed).sample(self.words, len(self.words))
+        task = "Memorize which words come most often in the following list."
+
+        def build(often: int) -> Prompt:
+            ranks = range(1, min(len(words), max(10, int((2 * often) ** 0.5))) + 1)
+            listed = [word for word, rank in zip(words, ranks, strict=False) for _ in range(max(1, often // rank**2))]
+            random.Random(seed).shuffle(listed)
+            return self._ask_words(task, listed, words[:count], words[count:10], random.Random(seed))
+
+        return _largest(build, length, length)
+
     def common(self, length: int, seed: int, count: int = 8, often: int = 30, seldom: int = 3) -> Prompt:
         """A list of words, `count` of which come `often`, all others `seldom`: which are the common ones?
 
@@ -143,28 +174,45 @@ class Maker:
         words = rng.sample(self.words, len(self.words))
         common, others = words[:count], words[count:]
         task = "Memorize which words come most often in the following list."
-        answer: list[str | Word] = ["The most common words are:"]
 
         def build(rare: int) -> Prompt:
-            own = others[:rare]
-            listed = common * often + own * seldom
+            listed = common * often + others[:rare] * seldom
             random.Random(seed).shuffle(listed)
-            parts: list[str | Word] = []
-            lots = random.Random(seed)
-            for place, word in enumerate(common):
-                against = lots.sample(own, min(3, len(own)))
-                parts += [" ", Word(word, against), "," if place < count - 1 else "."]
-            turn = Turn(f"What are the {count} most common words of the list?", (*answer, *parts))
-            return self._prompt(f"{task}\n{' '.join(listed)}", [turn])
+            return self._ask_words(task, listed, common, others[:rare], random.Random(seed))
 
         return _largest(build, length, len(others))
 
-    def _hide(
-        self, task: str, hidden: Sequence[tuple[float, str]], turns: Sequence[Turn], length: int, rng: random.Random
+    def _ask_words(
+        self, task: str, listed: Sequence[str], asked: Sequence[str], others: Sequence[str], rng: random.Random
     ) -> Prompt:
-        """As many sentences of the text as go into `length` tokens, from a random place on, and what is hidden."""
+        """Which words of the list are the most common? Each of `asked` is judged against three of the others."""
+        answer: list[str | Word] = ["The most common words are:"]
+        for place, word in enumerate(asked):
+            against = rng.sample(others, min(3, len(others)))
+            answer += [" ", Word(word, against), "," if place < len(asked) - 1 else "."]
+        question = f"What are the {len(asked)} most common words of the list?"
+        return self._prompt(f"{task}\n{' '.join(listed)}", [Turn(question, answer)])
+
+    def _hide(
+        self,
+        task: str,
+        hidden: Sequence[tuple[float, str]],
+        turns: Sequence[Turn],
+        length: int,
+        rng: random.Random,
+        haystack: Haystack = "text",
+    ) -> Prompt:
+        """As many sentences of the haystack as go into `length` tokens, and what is hidden between them.
+
+        Those of the text follow one another from a random place on.
+        """
         start = rng.randrange(len(self.sentences))
         around = self.sentences[start:] + self.sentences[:start]
+        if haystack == "noise":
+            around = [NOISE] * length
+        elif haystack == "needles":
+            around = [_needle(f"{a}{b.lower()}", _number(rng, 5)) for a, b in permutations(self.names, 2)]
+            rng.shuffle(around)
 
         def build(count: int) -> Prompt:
             lines = [((place + 0.5) / count, line) for place, line in enumerate(around[:count])]
@@ -215,8 +263,12 @@ class Maker:
         return list({self._first(word): word for word in reversed(words)}.values())
 
 
-def _number(rng: random.Random) -> str:
-    return "".join(rng.choice("123456789") for _ in range(5))
+def _number(rng: random.Random, digits: int = 5) -> str:
+    return "".join(rng.choice("123456789") for _ in range(digits))
+
+
+def _needle(name: str, number: str) -> str:
+    return f"The magic number of {name} is {number}."
 
 
 def _largest(build: Callable[[int], Prompt], length: int, most: int) -> Prompt:
@@ -233,6 +285,11 @@ def _largest(build: Callable[[int], Prompt], length: int, most: int) -> Prompt:
 TASKS: dict[str, Callable[[Maker, int, int], Prompt]] = {
     "few needles": lambda maker, length, seed: maker.needles(length, seed, 8),
     "many needles": lambda maker, length, seed: maker.needles(length, seed, 32),
+    "needles in noise": lambda maker, length, seed: maker.needles(length, seed, 8, haystack="noise"),
+    "needles among needles": lambda maker, length, seed: maker.needles(length, seed, 8, haystack="needles"),
+    "long numbers": lambda maker, length, seed: maker.needles(length, seed, 8, digits=12),
+    "several numbers": lambda maker, length, seed: maker.needles(length, seed, 4, values=3),
     "variable tracking": lambda maker, length, seed: maker.tracking(length, seed),
     "common words": lambda maker, length, seed: maker.common(length, seed),
+    "frequent words": lambda maker, length, seed: maker.frequent(length, seed),
 }

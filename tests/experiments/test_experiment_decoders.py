@@ -1,6 +1,7 @@
 """The experiment on decoders: its peers are causal and count every slot, its prompts hold their answers, it goes on."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -173,11 +174,22 @@ def test_prompts_hold_their_answers(maker, tokenizer, task, seed):
         assert one.token in (one.among or [one.token])
         # The answer is in the text before the first question, or nobody could know it.
         assert one.token in prompt.tokens[0, : prompt.first]
-    asked = {"few needles": 8, "many needles": 8, "variable tracking": 12, "common words": 8}[task]
+    asked = {"variable tracking": 12, "several numbers": 12, "frequent words": 3}.get(task, 8)
     assert len({one.answer for one in prompt.judged}) == asked
     text = tokenizer.decode(prompt.tokens[0])
-    if "needles" in task:
-        assert text.count("The magic number of") == 8 + (8 if task == "few needles" else 32)
+    hidden = {"few needles": 8, "many needles": 32, "needles in noise": 8, "long numbers": 8, "several numbers": 12}
+    if task in hidden:
+        before = text[: text.index("What ")]
+        assert before.count("The magic number of") == hidden[task]
+    if task == "several numbers":
+        named = re.findall(r"The magic numbers of (\w+) are (\d+), (\d+), (\d+)\.", text)
+        for place, *numbers in named:
+            assert re.findall(rf"The magic number of {place} is (\d+)\.", text) == numbers
+        assert len(named) == 4
+    if task == "frequent words":
+        listed = text[: text.index("What are")].split()
+        first, *others = (listed.count(word.strip(",.")) for word in text[text.index("words are:") :].split()[2:5])
+        assert all(other == pytest.approx(first / rank**2, abs=1) for rank, other in enumerate(others, 2))
     if task == "variable tracking":
         assert all(len(one.among) in (0, 12) for one in prompt.judged)
     if task == "common words":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 
 import fewkeys.native as native
+from fewkeys import flow
 from fewkeys.core.version import VERSION
+from fewkeys.plan import Plan, budget
+
+RECOMMENDED = tuple(budget(slots, is_causal=causal).never_exact() for causal in (False, True) for slots in (64, 128))
+"""The plans whose errors are part of `versions`."""
 
 
 def machine() -> dict[str, Any]:
@@ -26,9 +32,28 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*, with_transformers: bool = False) -> dict[str, str]:
-    """Versions of fewkeys, python, torch and, on request, transformers."""
-    numbers = {"fewkeys": VERSION, "python": platform.python_version(), "torch": torch.__version__}
+    """Versions of fewkeys, python, torch and, on request, transformers; and "plans", the version of the method.
+
+    "plans" are the errors of the `RECOMMENDED` plans on fixed inputs, each in three digits. A result that names other
+    errors than today's is older than the method.
+    """
+    plans = " ".join(f"{error:.3g}" for error in map(error_on_fixed_inputs, RECOMMENDED))
+    numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
     return {**numbers, "transformers": _version("transformers")} if with_transformers else numbers
+
+
+@cache
+@torch.no_grad()
+def error_on_fixed_inputs(plan: Plan) -> float:
+    """The mean of |o - exact| / |exact| over 2,048 queries, on smooth random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, 1, 1, 2048, 32, generator=generator)
+    smooth = noise[0].cumsum(2)
+    smooth = smooth / smooth.std(2, keepdim=True)
+    query, key, value = smooth + noise[1], 0.7 * smooth.roll(3, 2) + noise[2], smooth + noise[3]
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=plan.is_causal)
+    output = flow.attention(query, key, value, plan=plan, is_causal=plan.is_causal)
+    return float(((output - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
 def _version(package: str) -> str:
