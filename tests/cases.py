@@ -39,6 +39,12 @@ def places(seed: int = 0) -> sparsefinder.Centroids:
     )
 
 
+def pairs() -> sparsefinder.Joined:
+    """Such centroids of queries and of keys, of which every query cluster is joined to two of the keys'."""
+    joined = torch.eye(5, dtype=torch.bool) | torch.eye(5, dtype=torch.bool).roll(1, 0)
+    return sparsefinder.Joined(places(0).place, places(1).place, joined[None])
+
+
 KEEP_CASES = {
     "window": Case(fk.Window(9), by_position=True),
     "even window": Case(fk.Window(6), by_position=True),
@@ -76,15 +82,23 @@ KEEP_CASES = {
     "routing + window": Case(baselines.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
     "block clusters": Case(sparsefinder.BlockClusters(4, 2, places()), by_position=True, alone=True),
     "predicted: buckets + window": Case(
-        sparsefinder.Predicted(sparsefinder.Buckets(24, "uniform")) | fk.Window(1),
+        sparsefinder.Buckets(24, "uniform") | fk.Window(1),
         by_position=True,
         grows=True,
         regroups=True,
         alone=True,
     ),
     "predicted: clusters": Case(
-        sparsefinder.Predicted(sparsefinder.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
+        sparsefinder.Clusters(5, top=2, fitted=places()), grows=True, regroups=True, alone=True
     ),
+    "predicted: pairs of clusters": Case(
+        sparsefinder.ClusterPairs(5, 1.0, fitted=pairs()) | fk.Window(1),
+        by_position=True,
+        grows=True,
+        regroups=True,
+        alone=True,
+    ),
+    "predicted: distance": Case(sparsefinder.Distance(3.0) | fk.Window(1), by_position=True, alone=True),
     "low-dimensional entmax": Case(baselines.LowRankEntmax(4), alone=True),
     "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),

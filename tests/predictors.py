@@ -1,5 +1,7 @@
 """Selectors with random learned tensors, for every shape; and captures with planted clusters."""
 
+from dataclasses import replace
+
 import torch
 
 from fewkeys.captures.capture import AttentionInputs
@@ -9,7 +11,6 @@ from fewkeys.papers.sparsefinder import Edges, Joined
 
 GROUPINGS = {
     "distance": sparsefinder.Distance(2.5),
-    "cosine distance": sparsefinder.Distance(0.6, "cosine"),
     "equal buckets": sparsefinder.Buckets(5),
     "uniform buckets": sparsefinder.Buckets(6, "uniform"),
     "clusters": sparsefinder.Clusters(6),
@@ -36,7 +37,7 @@ def predicted(grouping, heads, dim, *, rank=3, edges=False, raw=False, seed=0):
         fitted = Joined(query_centroids, key_centroids, pairs)
     elif edges and isinstance(grouping, sparsefinder.Buckets) and grouping.kind == "equal_size":
         fitted = Edges(*(torch.randn(heads, rank, grouping.beta - 1, generator=g).sort(-1).values for _ in range(2)))
-    return sparsefinder.Predicted(grouping, project, fitted)
+    return replace(grouping, project=project, fitted=fitted)
 
 
 def for_shape(name, shape, seed=0):

@@ -22,12 +22,10 @@ from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import WEIGHTS
 from fewkeys.cost.operations import plan_operations
-from fewkeys.papers.sparsefinder.groupings import GROUPINGS
 from fewkeys.rest import Rest
 from fewkeys.rest.base import RESTS
 from fewkeys.select import Selector
 from fewkeys.select.base import SELECTORS
-from predictors import GROUPINGS as GROUPINGS_TRIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -146,7 +144,7 @@ def test_all_that_is_listed_is_public_and_concrete():
     for name, kind in listed.items():
         assert [room for room in ROOMS if getattr(room, name, None) is kind], name
     assert not any(inspect.isabstract(kind) for kind in listed.values())
-    assert {"Selector", "Rest", "Weights", "Grouping", "Learned"}.isdisjoint(listed)
+    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Fitted"}.isdisjoint(listed)
     assert all(kind.__module__.startswith("fewkeys.") for kind in listed.values())  # and none of a test's own
 
 
@@ -177,7 +175,6 @@ def test_the_table_of_cases_has_all_that_is_listed():
     assert {type(part) for plan in plans for part in plan.parts} == set(SELECTORS)
     assert {type(plan.rest) for plan in plans} == set(RESTS)
     assert {type(plan.weights) for plan in plans} == set(WEIGHTS)
-    assert {type(grouping) for grouping in GROUPINGS_TRIED.values()} == set(GROUPINGS)
 
 
 def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):

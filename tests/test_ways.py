@@ -31,7 +31,11 @@ LEFT_TO_TORCH = {
     baselines.Reformer: GROUPS,
     baselines.SortedLSH: GROUPS,
     baselines.Routing: GROUPS,
-    sparsefinder.Predicted: GROUPS,
+    sparsefinder.Buckets: GROUPS,
+    sparsefinder.Clusters: GROUPS,
+    sparsefinder.ClusterPairs: GROUPS,
+    sparsefinder.Distance: ROWS,
+    sparsefinder.RandomEdges: ROWS,
     sparsefinder.BlockClusters: GROUPS,
     fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
 }

@@ -1,4 +1,4 @@
-"""A page for every selector, rest, kernel and grouping: its docstring, its cost, a picture of what it keeps."""
+"""A page for every selector, rest and kernel: its docstring, its cost, a picture of what it keeps."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from fewkeys.core.catalogue import Catalogue
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import WEIGHTS
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.groupings import GROUPINGS
 from fewkeys.rest.base import RESTS
 from fewkeys.select.base import SELECTORS
 
@@ -34,7 +33,6 @@ EXAMPLES: dict[str, Any] = {
 CAUSAL = ("RecentBlocks", "KeyScan")
 SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
     "select": ("Selectors", SELECTORS, "Which keys each query attends to exactly."),
-    "group": ("Groupings", GROUPINGS, "How `Predicted` joins queries and keys in a learned space."),
     "rest": ("Rest", RESTS, "What stands in for the keys that are not kept."),
     "weights": ("Weights", WEIGHTS, "How scores become weights."),
 }

@@ -66,7 +66,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Papers named in docstrings lead to them."""
-    made = page.file.src_uri.startswith(("select/", "group/", "rest/", "weights/", "reference/"))
+    made = page.file.src_uri.startswith(("select/", "rest/", "weights/", "reference/"))
     return ARXIV.sub(r'<a href="https://arxiv.org/abs/\1">\g<0></a>', html) if made else html
 
 

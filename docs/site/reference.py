@@ -16,8 +16,6 @@ SPARSEFINDER = (
     "Groups",
     "score_graphs",
     "GraphScores",
-    "computation_sparsity",
-    "group_entropy",
 )
 PAGES = {
     "attention": (

@@ -119,24 +119,21 @@ class Files:
 
 SAVE = """
 import sys, torch, fewkeys as fk
-from fewkeys.papers.levattention.key_sketch import KeySketch
 from pathlib import Path
-folder, stream, sketch = Path(sys.argv[1]), fk.stream(fk.budget(32, is_causal=True)), KeySketch(0.3)
+folder, stream = Path(sys.argv[1]), fk.stream(fk.budget(32, is_causal=True))
 print("ready", flush=True)
 number = 0
 while True:
     number += 1
     rows = torch.full((1, 1, 1, 4), float(number))
-    stream.append(rows, rows), sketch.update(rows)
-    stream.save(folder / "stream"), sketch.save(folder / "sketch")
+    stream.append(rows, rows)
+    stream.save(folder / "stream")
     fk.Plan(fk.Window(number)).save_pretrained(folder / "plan")
 """
 
 
 def kills(seed):
     """A process that saves again and again is killed at a random moment: the file is complete."""
-    from fewkeys.papers.levattention.key_sketch import KeySketch
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = subprocess.Popen([sys.executable, "-c", SAVE, name], stdout=subprocess.PIPE, text=True)
@@ -148,7 +145,6 @@ def kills(seed):
         try:
             for path, load in (
                 (folder / "stream", Stream.load),
-                (folder / "sketch", KeySketch.load),
                 (folder / "plan", fk.Plan.from_pretrained),
             ):
                 if path.exists() and (path.is_file() or any(not p.name.startswith(".") for p in path.iterdir())):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from fewkeys.core.files import read_json
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.graphs import score_graphs
+from fewkeys.papers.sparsefinder.evaluate import score_graphs
 from tiny_models import close
 
 pytestmark = pytest.mark.usefixtures("one_thread")

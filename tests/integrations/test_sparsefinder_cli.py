@@ -62,28 +62,28 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
 
 @pytest.mark.long
 def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
+    from fewkeys.papers.sparsefinder import sparsefinder as fitted
     from fewkeys.papers.sparsefinder import train
 
     code, *_ = run(out=tmp_path / "straight")
     assert code == 0
-    write, written = train._write, []
+    learn, learned = train.learn, []
 
-    def stop(path, state):
-        write(path, state)
-        written.append(path)
-        if len(written) == 3:
+    def stop(*arguments):
+        learned.append(arguments[2])
+        if len(learned) == 2:
             raise KeyboardInterrupt
+        return learn(*arguments)
 
-    monkeypatch.setattr(train, "_write", stop)
+    monkeypatch.setattr(fitted, "learn", stop)
     code, _, err = run(out=tmp_path / "twice")
     assert code == 130
-    assert "finished epochs are kept" in err
+    assert "finished layers are kept" in err
     assert left(tmp_path / "twice") == [".fitting"]
-    monkeypatch.setattr(train, "_write", lambda path, state: (write(path, state), written.append(path)))
-    written.clear()
+    assert len(list((tmp_path / "twice" / ".fitting").iterdir())) == 1
+    monkeypatch.undo()
     code, *_ = run(out=tmp_path / "twice")
     assert code == 0
-    assert len(written) == 1
     assert left(tmp_path / "twice") == left(tmp_path / "straight")
     for name in left(tmp_path / "twice"):
         assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()

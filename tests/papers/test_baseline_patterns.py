@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 from experiments.sparsefinder import baselines
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fewkeys as fk
 from baseline_forms import (
@@ -18,9 +16,7 @@ from baseline_forms import (
     mask_of,
     real_counts,
 )
-from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.random_edges import distinct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,23 +116,6 @@ def test_bigbird_draws_evenly_and_anew_for_every_block_and_head():
 
 
 # --- draws ---------------------------------------------------------------------------------------------------------
-
-
-@given(total=st.integers(0, 12), count=st.integers(1, 8), seed=st.integers(0, 99))
-def test_distinct_numbers(total, count, seed):
-    x = check_inputs(*(torch.zeros(2, 2, 3, 1),) * 3, generator=torch.Generator().manual_seed(seed))
-    for row in distinct(x, torch.full((2, 1, 5), total), 5, count).flatten(0, 2).tolist():
-        actual = [number for number in row if number >= 0]
-        assert len(actual) == len(set(actual)) == min(total, count)
-        assert all(number < total for number in actual)
-
-
-def test_every_subset_is_equally_likely():
-    x = check_inputs(*(torch.zeros(1, 1, 2, 1),) * 3, generator=torch.Generator().manual_seed(0))
-    drawn = distinct(x, torch.full((1, 1, 6000), 5), 6000, 3)[0, 0].sort(-1).values
-    for subset in itertools.combinations(range(5), 3):
-        often = (drawn == torch.tensor(subset)).all(-1).sum()
-        assert abs(often - 600) < 4.5 * (6000 * 0.1 * 0.9) ** 0.5
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -433,15 +433,15 @@ REFUSED = {
         5, True, centroids()
     ),
     "project: expected a Projection or None, got Tensor": lambda: baselines.Reformer(4, 1, torch.zeros(2, 5, 3)),
-    "centroids: expected Centroids or None, got Tensor": lambda: baselines.Routing(4, True, torch.zeros(2, 4, 5)),
-    r"centroids: expected shape \(2, any, 3\) like the projection's": lambda: baselines.Routing(
+    "fitted: expected Centroids or None, got Tensor": lambda: baselines.Routing(4, True, torch.zeros(2, 4, 5)),
+    "fitted: expected values of 2 query heads in 3 dimensions like the projection's": lambda: baselines.Routing(
         4, True, centroids(), projection(2)
     ),
     "centroids: expected Centroids, got None": lambda: sparsefinder.BlockClusters(4, 2, None),
     "BlockClusters window: expected an odd number": lambda: sparsefinder.BlockClusters(4, 2, centroids(), window=2),
     "Projection query: expected a floating tensor": lambda: sparsefinder.Projection(torch.zeros(2, 5, 3).long(), None),
     "Projection query: expected shape": lambda: sparsefinder.Projection(torch.zeros(5, 3), torch.zeros(5, 3)),
-    "Projection key: expected the shape of query": lambda: sparsefinder.Projection(
+    "Projection key: expected .* like query": lambda: sparsefinder.Projection(
         torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
     ),
     "Projection query: expected finite numbers, got 30 NaN": lambda: sparsefinder.Projection(SPOILED, SPOILED),
@@ -449,7 +449,7 @@ REFUSED = {
     "project: expected a projection of 2 query heads of dimension 5, got 4 of 5": lambda: baselines.Reformer(
         4, 1, projection()
     ).graph(*SELF.draw()[:2]),
-    r"centroids: expected shape \(2, any, 5\) for 2 query heads compared in 5": lambda: baselines.Routing(
+    "fitted: expected values of 2 query heads in 5 dimensions": lambda: baselines.Routing(
         4, True, centroids(2, 4, 3)
     ).graph(*SELF.draw()[:2]),
 }

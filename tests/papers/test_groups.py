@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fewkeys as fk
 from cases import WEIGHTS
-from fewkeys.core.entmax import entmax_of_split_rows
+from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
@@ -19,7 +19,6 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_block
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder import grouped
 from fewkeys.select import Selector
 from largest import Largest
 
@@ -241,8 +240,7 @@ def test_every_dtype(weights, dtype):
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_cutting_into_pieces_does_not_matter(size, monkeypatch):
-    for name in ("CHUNK_SCORES", "TILE", "BATCH"):
-        monkeypatch.setattr(grouped, name, size)
+    monkeypatch.setattr(by_block, "CACHED_SCORES", size)
     case = replace(TANGLED, batch=1, kv_heads=1, per_key_head=2, queries=17, keys=17, query_groups=2)
     assert_agree(case, fk.Window(3), fk.Drop(), fk.weights.Entmax(1.5))
     assert_agree(replace(case, queries=70, key_groups=1), None, fk.ClusterMeans(3), fk.Softmax())
@@ -305,16 +303,12 @@ def test_the_future_does_not_matter(weights):
     scale=st.sampled_from([0.1, 1.0, 10.0, 1000.0]),
     alpha=st.sampled_from([1.05, 1.3, 1.5, 2.0, 3.0]),
 )
-def test_split_rows_are_rows(seed, scale, alpha):
-    """Rows cut into pieces that lie in several tensors, in any order, against the package on whole rows."""
+def test_entmax_is_that_of_the_package(seed, scale, alpha):
     g = torch.Generator().manual_seed(seed)
     whole = (scale * torch.randn(5, 12, dtype=torch.float64, generator=g)).requires_grad_()
     hidden = torch.rand(5, 12, generator=g) < 0.3
     scores = whole.masked_fill(hidden, -torch.inf)
-    orders = [torch.randperm(5, generator=g) for _ in range(3)]
-    parts = [part[order] for part, order in zip(scores.split([1, 4, 7], -1), orders, strict=True)]
-    actual = entmax_of_split_rows(parts, orders, 6, alpha)
-    actual = torch.cat([part[order.argsort()] for part, order in zip(actual, orders, strict=True)], -1)
+    actual = entmax(scores, alpha)
     seen = ~hidden.all(-1)
     filled = scores[seen].clamp_min(-1e9)
     special = {1.5: entmax_package.entmax15, 2.0: entmax_package.sparsemax}
@@ -424,16 +418,16 @@ def test_cost_follows_the_edges(weights, giant):
     edges, largest, flops = cost(n, 90, giant, fk.Drop(), WEIGHTS[weights])
     band = n * (16 + 4)
     assert flops <= 1.3 * 2 * 16 * (edges + band)
-    assert largest <= max(2 * grouped.BATCH, 64 * n) + band
+    assert largest <= 2 * by_block.CACHED_SCORES + 64 * n
     assert largest < n * n / 60
 
 
 def test_stand_ins_cost_edges_and_means():
     n, count = 8192, 90
     edges, largest, flops = cost(n, count, False, fk.ClusterMeans(count), fk.Softmax())
-    assert largest <= n * (count + 1) + 2 * grouped.BATCH
+    assert largest <= n * (count + 1) + 2 * by_block.CACHED_SCORES
     clustering = 2 * n * count * 2 * 8 * 4  # Lloyd's steps on a sample, and the nearest centre of every key
-    assert flops <= 2 * (edges * 20 + n * (count + 1) * 64) + clustering
+    assert flops <= 2 * (edges * (20 + count) + n * (count + 1) * 64) + clustering
 
 
 def test_the_model_of_costs_asks_the_selector():

@@ -16,7 +16,7 @@ from fewkeys.papers.value_aware import supports
 from fewkeys.papers.value_aware.caratheodory import caratheodory
 from fewkeys.papers.value_aware.simplex import nearest_in_hull
 
-SOLVERS = ("auto", "greedy", "eliminate", "pairwise")
+SOLVERS = ("auto", "greedy", "eliminate")
 DTYPE = torch.float64
 seeds = st.integers(0, 10_000)
 
@@ -90,7 +90,7 @@ def test_caratheodory_is_exact(seed, keys, dims, kind, zeros):
         weights = weights / weights.sum(-1, keepdim=True)
     for actual in (
         value_aware.value_aware(weights, values, dims + 1),
-        caratheodory(weights, values[None], torch.zeros(len(weights), dtype=torch.long)),
+        caratheodory(weights, values),
     ):
         check_simplex(actual, dims + 1)
         # Every move is exact up to rounding of numbers as large as the values.
@@ -98,24 +98,14 @@ def test_caratheodory_is_exact(seed, keys, dims, kind, zeros):
         assert not ((actual > 0) & (weights == 0)).any()
 
 
-def test_caratheodory_serves_heads_together():
-    """Rows of many heads in one call equal one call per head."""
-    weights, values = problem(0, keys=80, dims=5, rows=4, lead=(3,))
-    head = torch.arange(3).repeat_interleave(4)
-    together = caratheodory(weights.flatten(0, 1), values, head)
-    alone = torch.cat([caratheodory(weights[h], values[h : h + 1], torch.zeros(4, dtype=torch.long)) for h in range(3)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
-
-
 def test_fewer_are_enough_for_values_in_a_plane():
     """r = rank + 1 suffices, however many coordinates the values are written in."""
     g = torch.Generator().manual_seed(0)
     values = torch.randn(50, 3, generator=g, dtype=DTYPE) @ torch.randn(3, 20, generator=g, dtype=DTYPE) + 7
     weights, _ = problem(1, keys=50)
-    for method in ("auto", "caratheodory"):
-        actual = value_aware.value_aware(weights, values, 4, method)
-        check_simplex(actual, 4)
-        assert error(actual, weights, values).max() < 1e-12
+    actual = value_aware.value_aware(weights, values, 4)
+    check_simplex(actual, 4)
+    assert error(actual, weights, values).max() < 1e-12
     assert error(value_aware.value_aware(weights, values, 3), weights, values).min() > 1e-6
 
 
@@ -176,8 +166,8 @@ def rows_of(weights, values):
 
 @pytest.mark.long
 def test_against_brute_force():
-    """ "auto" is optimal where it can try all supports; the solvers behind it stay within 5 % on average."""
-    gaps = {"search": [], "top r": [], **{method: [] for method in SOLVERS}}
+    """ "auto" stays within 5 % of the optimum on average."""
+    gaps = {"top r": [], **{method: [] for method in SOLVERS}}
     for number, (keys, dims, r) in enumerate(CASES):
         weights, values = problem(number, keys, dims, rows=12)
         best = brute_force(weights, values, r)
@@ -185,33 +175,27 @@ def test_against_brute_force():
             actual = error(value_aware.value_aware(weights, values, r, method), weights, values)
             assert (actual >= best - 1e-9).all()  # nothing beats brute force
             gaps[method].append(float(actual.mean() / best.mean()))
-        search = supports.search(rows_of(weights, values), r, enumerate_up_to=0)
         top = supports.oblivious(rows_of(weights, values), r)
         gaps["top r"].append(float(top.value.sqrt().mean() / best.mean()))
-        gaps["search"].append(float(search.value.sqrt().mean() / best.mean()))
-        exhaustive = value_aware.value_aware(weights, values, r, "exhaustive")
-        torch.testing.assert_close(error(exhaustive, weights, values), best, rtol=1e-6, atol=1e-8)
     mean = {name: sum(ratios) / len(ratios) for name, ratios in gaps.items()}
-    assert mean["auto"] <= 1 + 1e-6
-    assert mean["search"] <= 1.05
+    assert mean["auto"] <= 1.05
     # Choosing the values earns something over the largest weights, even with these re-fitted.
     assert max(mean[method] for method in SOLVERS) < 1.4 < mean["top r"]
     # "auto" earns its cost: each solver alone is further off.
-    assert mean["search"] < min(mean[name] for name in ("greedy", "eliminate", "pairwise"))
+    assert mean["auto"] < min(mean["greedy"], mean["eliminate"])
 
 
-@given(seed=seeds, method=st.sampled_from([*SOLVERS, "nearest", "caratheodory", "exhaustive"]))
-def test_mask_hides_keys(seed, method):
+@given(seed=seeds, method=st.sampled_from(SOLVERS), r=st.sampled_from([1, 3, 6]))
+def test_mask_hides_keys(seed, method, r):
     """A masked key gets nothing, and the result is that of the visible keys alone."""
     weights, values = problem(seed, keys=12, dims=5)
     visible = torch.arange(12) % 3 != 0
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
-    r = {"nearest": 1, "caratheodory": 6}.get(method, 3)
     actual = value_aware.value_aware(weights, values, r, method, mask=visible)
     check_simplex(actual, r)
     assert not (actual > 0)[:, ~visible].any()
-    if method in ("nearest", "exhaustive"):  # exact methods: what the hidden values are cannot matter
+    if r == 1:  # exact: what the hidden values are cannot matter
         deleted = value_aware.value_aware(weights[:, visible], values[visible], r, method)
         torch.testing.assert_close(actual[:, visible], deleted)
 
@@ -221,7 +205,7 @@ def test_causal_mask_with_fewer_visible_keys_than_r():
     visible = torch.ones(9, 9, dtype=torch.bool).tril()
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
-    for method in (*SOLVERS, "exhaustive"):
+    for method in SOLVERS:
         actual = value_aware.value_aware(weights, values, 4, method, mask=visible)
         check_simplex(actual, 4)
         assert not (actual > 0)[~visible].any()
@@ -231,7 +215,7 @@ def test_causal_mask_with_fewer_visible_keys_than_r():
 @given(seed=seeds)
 def test_one_weight_is_the_nearest_value(seed):
     weights, values = problem(seed)
-    for method in (*SOLVERS, "nearest"):
+    for method in SOLVERS:
         actual = value_aware.value_aware(weights, values, 1, method)
         assert torch.equal(actual.argmax(-1), torch.cdist(weights @ values, values).argmin(-1))
         assert torch.equal(actual.amax(-1), torch.ones(8, dtype=DTYPE))
@@ -393,8 +377,6 @@ M = torch.ones(2, 6, dtype=torch.bool)
         (lambda: value_aware.value_aware(W, V, 0), ValueError, "r: expected at least 1, got 0"),
         (lambda: value_aware.value_aware(W, V, 2.0), TypeError, "r: expected an integer"),
         (lambda: value_aware.value_aware(W, V, 2, "best"), ValueError, "method: expected 'auto'.*got 'best'"),
-        (lambda: value_aware.value_aware(W, V, 2, "nearest"), ValueError, "expected r = 1 .*method='auto'"),
-        (lambda: value_aware.value_aware(W, V, 2, "caratheodory"), ValueError, "r: expected at least 4"),
         (lambda: value_aware.value_aware(W.tolist(), V, 2), TypeError, "weights: expected a floating tensor.*list"),
         (lambda: value_aware.value_aware(W, V.long(), 2), TypeError, "values: expected a floating tensor.*int64"),
         (lambda: value_aware.value_aware(W[0, 0], V, 2), ValueError, "weights: expected a non-empty tensor"),
@@ -418,9 +400,3 @@ def test_refusals(call, kind, words):
     with pytest.raises(kind, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-def test_exhaustive_refuses_what_would_not_end():
-    weights, values = problem(0, keys=60, dims=20)
-    with pytest.raises(ValueError, match=r"at most 20000 supports.*method='auto'"):
-        value_aware.value_aware(weights, values, 6, "exhaustive")

@@ -1,4 +1,4 @@
-"""Edges of a kind that the package does not know: a stranger's graph brings its own executor."""
+"""Edges of a kind that the package does not know: a stranger's graph brings its own scores and sums."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +9,10 @@ from experiments.sparsefinder.baselines import Reformer
 import fewkeys as fk
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
-from fewkeys.execute import reference
+from fewkeys.execute.torch.sources import Kept
 
 CALLS = []
-"""Problems that the executor below was given."""
+"""Graphs whose edges the source below was made for."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,39 @@ class EveryThird:
     def delayed(self, count):
         return replace(self, lead=self.lead + count)
 
-    def attend(self, problem):
-        CALLS.append(problem)
-        return reference.attend(problem)
+    def source(self, graph):
+        CALLS.append(graph)
+        return DenseSource(graph)
+
+
+class DenseSource(Kept):
+    """Every key for every query, hidden where it is no edge or where the band and the lists have it."""
+
+    def __init__(self, graph):
+        self.inputs, self.key, self.value = (
+            graph.inputs,
+            graph.inputs.key.flatten(0, 1),
+            graph.inputs.value.flatten(0, 1),
+        )
+        near = replace(graph, extra=None).to_mask()
+        self.mask = (graph.to_mask() & ~near).flatten(0, 1)
+
+    @property
+    def width(self):
+        return self.inputs.keys
+
+    def edges(self, chunk):
+        mask = self.mask[chunk.heads, chunk.start : chunk.start + chunk.blocks * chunk.size]
+        return torch.nn.functional.pad(mask, (0, 0, 0, chunk.blocks * chunk.size - mask.shape[1]))
+
+    def scores(self, chunk):
+        return (chunk.query @ self.key[chunk.heads].mT).masked_fill(~self.edges(chunk), -torch.inf)
+
+    def mix(self, weights, chunk):
+        return weights @ self.value[chunk.heads]
+
+    def represented(self, member, chunk):
+        return self.edges(chunk).to(member.dtype) @ member[chunk.heads]
 
 
 @dataclass(frozen=True)
@@ -66,7 +96,7 @@ BESIDE = [
 
 
 @pytest.mark.parametrize(("beside", "rest"), BESIDE, ids=str)
-def test_a_graph_brings_its_own_executor(beside, rest):
+def test_a_graph_brings_its_own_source(beside, rest):
     q, k, v = torch.randn(3, 2, 2, 30, 4, generator=torch.Generator().manual_seed(0)).unbind()
     options = {"keep": Thirds() if beside is None else Thirds() | beside, "rest": rest}
     if isinstance(beside, fk.select.RecentBlocks):

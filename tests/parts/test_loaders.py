@@ -20,7 +20,6 @@ from fewkeys.core.records import build, parse
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.levattention import key_sketch
 from fewkeys.papers.sparsefinder.groupings import Edges
 from tiny_models import llama, tokens
 
@@ -35,17 +34,9 @@ def a_stream(path: Path, plan: fk.Plan = MEANS, tokens: int = 101) -> Stream:
     return stream
 
 
-def a_sketch(folder: Path) -> None:
-    sketch = key_sketch.KeySketch(0.2)
-    sketch.update(torch.randn(1, 2, 50, 4, generator=torch.Generator().manual_seed(0)))
-    sketch.save(folder)
-
-
 def a_plan(folder: Path) -> None:
     heads = [torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    fk.Plan(
-        sparsefinder.Predicted(sparsefinder.Buckets(3), sparsefinder.Projection(*heads)) | fk.Window(5)
-    ).save_pretrained(folder)
+    fk.Plan(sparsefinder.Buckets(3, project=sparsefinder.Projection(*heads)) | fk.Window(5)).save_pretrained(folder)
 
 
 def a_model_plan(folder: Path) -> None:
@@ -98,7 +89,6 @@ WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
         "",
     ),
     "cache": (a_cache, loaded_cache, ""),
-    "key sketch": (a_sketch, key_sketch.KeySketch.load, ""),
     "plan": (a_plan, fk.Plan.from_pretrained, ""),
     "model plan": (a_model_plan, fk.ModelPlan.from_pretrained, ""),
     "predictor": (a_finder, sparsefinder.Sparsefinder.from_pretrained, "finder"),
@@ -351,42 +341,6 @@ def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
         ]["length"]
         stream.append(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8))
         assert stream.attend(torch.ones(2, 4, 1, 8)).isfinite().all()
-
-
-SKETCHES = {
-    "narrow gram": changed("gram", lambda x: x[..., :2]),
-    "gram in float32": changed("gram", torch.Tensor.float),
-    "positions beyond": changed("positions", lambda x: x + 10**6),
-    "fewer positions": changed("positions", lambda x: x[:, :, :3]),
-    "wide keys": changed("keys", lambda x: torch.ones(1, 2, 50, 400)),
-    "no keys": lambda facts, tensors: tensors.pop("keys"),
-    "limit": with_fact("limit", 0),
-    "count": with_fact("count", -3),
-    "eps": with_fact("eps", 2.0),
-    "power": with_fact("power", 3.0),
-}
-
-
-@pytest.mark.parametrize("kind", SKETCHES)
-def test_a_crafted_sketch_is_refused(kind, tmp_path):
-    a_sketch(tmp_path)
-    path = tmp_path / key_sketch.FILE
-    facts, tensors = tensor_files.read(path, key_sketch.KIND)
-    SKETCHES[kind](facts, tensors)
-    tensor_files.write(path, key_sketch.KIND, facts, tensors)
-    with pytest.raises(ValueError, match=r"^directory: expected a sketch"):
-        key_sketch.KeySketch.load(tmp_path)
-
-
-def test_a_sketch_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    a_sketch(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    sketch = key_sketch.KeySketch(0.3)
-    sketch.update(torch.ones(1, 1, 5, 3))
-    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        sketch.save(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_plan_cannot_point_outside_its_folder(tmp_path):

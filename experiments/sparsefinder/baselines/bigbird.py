@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from experiments.sparsefinder.baselines.draws import distinct
 from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens
-from fewkeys.papers.sparsefinder.random_edges import distinct
+from fewkeys.papers.sparsefinder.patterns import GlobalTokens
 from fewkeys.select.base import Selector
 from fewkeys.select.recent import RecentBlocks
 

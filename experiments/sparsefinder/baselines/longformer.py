@@ -8,7 +8,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens
+from fewkeys.papers.sparsefinder.patterns import GlobalTokens
 from fewkeys.select.base import Selector
 from fewkeys.select.window import Window
 

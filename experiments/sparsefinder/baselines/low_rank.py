@@ -15,7 +15,7 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected
+from fewkeys.papers.sparsefinder.space import Projection, check_space, projected
 from fewkeys.select.base import Selector
 from fewkeys.select.rows import listed, query_blocks
 

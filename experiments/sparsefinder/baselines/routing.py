@@ -14,7 +14,7 @@ from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.block_clusters import member_ids, nearest_members
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.papers.sparsefinder.projection import Centroids, Projection, check_space, projected, space_work
+from fewkeys.papers.sparsefinder.space import Centroids, Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 
 LLOYD_STEPS = 4
@@ -51,9 +51,9 @@ class Routing(Selector, listed=True):
     def __post_init__(self) -> None:
         check_count("Routing clusters", self.clusters)
         check_space(self.project, self.centroids)
-        if self.centroids is not None and self.centroids.count != self.clusters:
+        if self.centroids is not None and self.centroids.size != self.clusters:
             raise ValueError(
-                f"Routing clusters: expected the number of centroids given, {self.centroids.count}, got {self.clusters}"
+                f"Routing clusters: expected the number of centroids given, {self.centroids.size}, got {self.clusters}"
             )
 
     @property
@@ -66,7 +66,7 @@ class Routing(Selector, listed=True):
         if self.centroids is None:
             centroids = spherical_means(query, key, x.valid_queries, x.valid, self.clusters)
         else:
-            centroids = normalize(self.centroids.for_rows(query), dim=-1)
+            centroids = normalize(self.centroids.for_rows(query)[0], dim=-1)
         query, key = (self._ids(rows @ centroids.mT, real) for rows, real in ((query, x.valid_queries), (key, x.valid)))
         return Graph(x, extra=Groups(query, key, self.clusters))
 

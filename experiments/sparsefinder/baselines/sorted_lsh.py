@@ -13,7 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected, space_work
+from fewkeys.papers.sparsefinder.space import Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 
 

@@ -18,7 +18,7 @@ from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
-    from fewkeys.papers.sparsefinder.fit_report import FitRow
+    from fewkeys.papers.sparsefinder.evaluate import FitRow
 
 WORK = ".fitting"
 """Folder inside --out for the state of the fit, gone at the end."""
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
         help="share of the sequences held out (default 0.2)",
     )
     add_common(parser, "folder for the predictor")
-    parser.set_defaults(run=run, left="finished epochs are kept, the same command goes on from there")
+    parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         captured = _captured(arguments, step)
 
         from fewkeys.papers.sparsefinder import Sparsefinder
-        from fewkeys.papers.sparsefinder.fit_report import judge
+        from fewkeys.papers.sparsefinder.evaluate import judge
         from fewkeys.select import Window
 
         held_out = max(1, round(arguments.held_out * captured.sequences))

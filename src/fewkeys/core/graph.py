@@ -6,7 +6,7 @@ A `Graph` is a union of these kinds of edges, each stored in the space its patte
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
 * rows: every query has its own list of keys (only oracles need this);
 * a scan: every query chooses its own keys by the codes of all keys;
-* extra edges: of a kind that this package's executors do not know; they bring their own.
+* extra edges: of a kind that this package's executors do not know; they bring their own scores and sums.
 
 Causality and padding hold for every kind: hidden keys are never edges.
 """
@@ -63,7 +63,7 @@ class ScanEdges(Protocol):
 
 
 class ExtraEdges(Protocol):
-    """Edges of another kind, with their own executor. A frozen value of tensors; `mask` alone defines the edges."""
+    """Edges of another kind. A frozen value of tensors; `mask` alone defines the edges."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
@@ -77,12 +77,8 @@ class ExtraEdges(Protocol):
     def delayed(self, count: int) -> Self:
         """The same edges with `count` queries without edges before the others."""
 
-    def attend(self, problem: Any) -> Tensor:
-        """The output (B, Hq, Nq, Dv) of a `fewkeys.execute.problem.Problem` whose graph has these edges.
-
-        `fewkeys.execute.torch.by_block.by_chunks` runs it piece by piece. The graph may have a band and columns
-        besides, and there may be stand-ins for dropped keys. Equal to the reference up to rounding.
-        """
+    def source(self, graph: Any) -> Any:
+        """A `fewkeys.execute.torch.sources.Kept` of these edges of `graph`, without those of its band and its lists."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,7 @@ class Learned(Listed, listed=False):
 
 
 LEARNED: Catalogue[Learned] = Catalogue(Learned)
+"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
 
 
 def file_name(mark: str) -> str:

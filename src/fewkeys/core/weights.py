@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.catalogue import Catalogue, Listed
-from fewkeys.core.entmax import entmax, entmax_of_split_rows, largest
+from fewkeys.core.entmax import entmax
 from fewkeys.core.validation import check_real
 
 
@@ -38,10 +38,6 @@ class Weights(Listed, ABC):
 
         May overwrite scores that carry no gradient.
         """
-
-    @abstractmethod
-    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
-        """`kernel` where line l of `parts[p]` (lines, columns) is a piece of row `rows[p][l]`, of `count` rows."""
 
     def normalised(self, scores: Tensor) -> Tensor:
         """The weights of full rows of scores (..., N): each row sums to one, or is zero where f vanishes."""
@@ -68,13 +64,6 @@ class Softmax(Weights):
             return [(part - top).exp() for part in parts]
         return [part.sub_(top).exp_() for part in parts]
 
-    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
-        top = largest(parts, rows, count)
-        shifts = [top[row].unsqueeze(-1) for row in rows]
-        if any(part.requires_grad for part in parts):
-            return [(part - shift).exp() for part, shift in zip(parts, shifts, strict=True)]
-        return [part.sub_(shift).exp_() for part, shift in zip(parts, shifts, strict=True)]
-
 
 class _Elementwise(Weights):
     """Kernels that need no shift: f is applied entry by entry, hidden entries give zero."""
@@ -90,9 +79,6 @@ class _Elementwise(Weights):
             # Filling before f keeps the gradient of hidden entries zero instead of NaN.
             result.append(self.f(part.masked_fill(hidden, 1.0)).masked_fill(hidden, 0.0))
         return result
-
-    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
-        return self.kernel(parts)
 
 
 @dataclass(frozen=True)
@@ -164,9 +150,6 @@ class Entmax(Weights):
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         rows = entmax(torch.cat(list(parts), -1), self.alpha)
         return list(rows.split([part.shape[-1] for part in parts], -1))
-
-    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
-        return entmax_of_split_rows(parts, rows, count, self.alpha)
 
 
 WEIGHTS: Catalogue[Weights] = Catalogue(Weights)

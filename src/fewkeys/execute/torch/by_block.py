@@ -2,15 +2,13 @@
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
 product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Blocks are grouped into chunks that fit the cache. Extra edges are attended to by their own executor.
+copies. Extra edges are a source of their own. Blocks are grouped into chunks that fit the cache.
 Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
+from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 CACHED_SCORES = 2**20
@@ -37,7 +35,7 @@ def unsupported(problem: Problem) -> None:
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
-    x, graph, weights = problem.inputs, problem.graph, problem.weights
+    x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
     if by_scan.knows(problem):
         return by_scan.attend(problem)
     if problem.by_cohort:
@@ -50,39 +48,35 @@ def attend(problem: Problem) -> Tensor:
         # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
+    sources: list[Source] = []
+    if graph.columns is not None:
+        sources.append(Lists(x, graph.columns))
+    if graph.band is not None:
+        sources.append(Band(x, graph.band, graph.columns, size))
     if graph.extra is not None:
-        return graph.extra.attend(problem)
-    sources, means = row_entries(problem, size)
+        sources.append(graph.extra.source(graph))
+    means: Means | PastMeans | None = None
+    if isinstance(stand_ins, BlockStandIns):
+        means = PastMeans(stand_ins, isinstance(weights, Softmax))
+    elif isinstance(stand_ins, StandIns):
+        means = Means(stand_ins, [source for source in sources if isinstance(source, Kept) and source.spoken_for])
+    if means is not None:
+        sources.append(means)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
+
+    # Some heads and some blocks of queries at a time, at most `CACHED_SCORES` scores.
     width = sum(source.width for source in sources) * x.gqa_ratio
-
-    def of_heads(heads: slice) -> Callable[[Chunk], Tensor]:
-        return partial(_attend_chunk, sources=sources, means=means, weights=weights, distances=distances)
-
-    return by_chunks(problem, size, width, CACHED_SCORES, of_heads)
-
-
-def by_chunks(
-    problem: Problem, size: int, width: int, limit: int, of_heads: Callable[[slice], Callable[[Chunk], Tensor]]
-) -> Tensor:
-    """The output (B, Hq, Nq, Dv), some heads and some blocks of `size` queries at a time, at most `limit` scores.
-
-    `width`: the scores that a position costs a key head. `of_heads(heads)` is what answers the chunks of these heads:
-    it takes a `Chunk` and returns (H, M, Dv).
-    """
-    x = problem.inputs
     query = x.grouped_query().flatten(0, 1)
-    heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
-    span = max(1, limit // (heads * width * size)) * size
+    heads = max(1, min(query.shape[0], CACHED_SCORES // max(1, width * x.queries)))
+    span = max(1, CACHED_SCORES // (heads * width * size)) * size
     output = x.value.new_empty((*query.shape[:3], x.value_dim))
     rows = []
     for h in range(0, query.shape[0], heads):
         row, part = [], slice(h, h + heads)
-        attend_chunk = of_heads(part)
         for start in range(0, x.queries, span):
             stop = min(start + span, x.queries)
             chunk = _chunk(x, query, part, start, stop, size)
-            attended = chunk.by_query(attend_chunk(chunk))[:, :, : stop - start]
+            attended = chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
             if attended.requires_grad:
                 row.append(attended.to(x.query.dtype))
             else:
@@ -100,26 +94,6 @@ def block_size(graph: Graph) -> int:
     if graph.columns is not None and graph.columns.blocks > 1:
         return graph.columns.size
     return 64 if graph.band is None else band_block(sum(graph.band))
-
-
-def row_entries(problem: Problem, size: int) -> tuple[list[Source], Means | PastMeans | None]:
-    """The sources of every row's entries but extra edges, the stand-ins last; and the stand-ins alone."""
-    x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
-    sources: list[Source] = []
-    if graph.columns is not None:
-        sources.append(Lists(x, graph.columns))
-    if graph.band is not None:
-        sources.append(Band(x, graph.band, graph.columns, size))
-    means: Means | PastMeans | None = None
-    if isinstance(stand_ins, BlockStandIns):
-        means = PastMeans(stand_ins, isinstance(problem.weights, Softmax))
-    elif isinstance(stand_ins, StandIns):
-        # Beside extra edges, what a query keeps is counted entry by entry.
-        near = [source for source in sources if isinstance(source, KeySource) and source.spoken_for]
-        means = Means(stand_ins, near if graph.extra is None else [])
-    if means is not None:
-        sources.append(means)
-    return sources, means
 
 
 def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:

@@ -71,11 +71,19 @@ class Source(ABC):
         """The weighted sum of the source's values (H, M, Dv)."""
 
 
-class KeySource(Source):
+class Kept(Source):
     """Keys that queries attend to exactly."""
 
     spoken_for = True
     """Whether stand-ins may represent its keys for other queries."""
+
+    @abstractmethod
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
+
+
+class KeySource(Kept):
+    """Keys that all queries of a block share."""
 
     @abstractmethod
     def place(self, chunk: Chunk) -> Tensor:
@@ -84,10 +92,6 @@ class KeySource(Source):
     @abstractmethod
     def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
         """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
-
-    @abstractmethod
-    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
@@ -236,7 +240,7 @@ class Band(KeySource):
 class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
-    def __init__(self, stand_ins: StandIns, near: Sequence[KeySource]) -> None:
+    def __init__(self, stand_ins: StandIns, near: Sequence[Kept]) -> None:
         def flat(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else working(tensor).flatten(0, 1)
 
@@ -271,13 +275,10 @@ class Means(Source):
             scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
         return scores
 
-    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor:
-        """How many keys each stand-in represents, per query: (H, M, C), or (H, 1, C) where all queries agree.
-
-        `held` (H, M, C): what queries keep of every stand-in besides the keys of `near`.
-        """
+    def multiplicity(self, chunk: Chunk) -> Tensor:
+        """How many keys each stand-in represents, per query: (H, M, C), or (H, 1, C) where all queries agree."""
         total = self.total[chunk.heads]
-        kept = [source.represented(self.member, chunk) for source in self.near] + ([] if held is None else [held])
+        kept = [source.represented(self.member, chunk) for source in self.near]
         if not kept:
             return total
         left = total - sum(kept)
@@ -319,7 +320,7 @@ class PastMeans(Source):
         bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
         return (scores + bias.unsqueeze(2)).flatten(1, 2)
 
-    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor | None:
+    def multiplicity(self, chunk: Chunk) -> Tensor | None:
         """How many keys each stand-in represents, (H, M, C); None where the bias includes it."""
         if self.tilted:
             return None

@@ -5,9 +5,9 @@ Universal sets, their one-pass sketch of a stream of keys, and all entries `A_ij
 """
 
 from fewkeys.core.rooms import public_names
-from fewkeys.papers.levattention.entries import HeavyEntries as HeavyEntries
 from fewkeys.papers.levattention.key_sketch import KeySketch as KeySketch
 from fewkeys.papers.levattention.key_sketch import UniversalKeys as UniversalKeys
+from fewkeys.papers.levattention.search import HeavyEntries as HeavyEntries
 from fewkeys.papers.levattention.search import heavy_entries as heavy_entries
 from fewkeys.papers.levattention.sketched import Sketched as Sketched
 from fewkeys.papers.levattention.universal import universal_set as universal_set

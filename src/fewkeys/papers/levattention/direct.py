@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fewkeys.papers.levattention.entries import Entries
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
 from fewkeys.sketch.gram import power_of_two
 
+Entries = tuple[Tensor, Tensor, Tensor]
+"""Rows, columns and values of some entries of one head."""
 SCORES = 1 << 19
 """Scores in memory at once: few enough for a core's cache."""
 

@@ -10,41 +10,18 @@ the candidates of their union: sketches merge.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fewkeys.core import tensor_files
 from fewkeys.core.precision import full_precision, working
-from fewkeys.core.records import build
-from fewkeys.core.tensor_files import Form
 from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
-FORMAT = 2
-KIND, FILE = "key sketch", "key_sketch.safetensors"
-WORKING = (torch.float32, torch.float64)
 ROUNDING = 1e-6
 """A key is dropped only if its online score is below eps by this relative margin and the error of the score."""
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The header of a file."""
-
-    format: int
-    eps: float
-    power: float
-    count: int
-    limit: int
-
-    def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ValueError(f"format {self.format}, this package reads {FORMAT}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +66,8 @@ class KeySketch:
     def __init__(self, eps: float, power: float = 2.0) -> None:
         self.eps = check_real("eps", eps, above=0.0, below=1.0)
         self.power = check_real("power", power, above=0.0)
-        if not even_degree(self.power):
+        self._degree = even_degree(self.power)
+        if not self._degree:
             raise ValueError(f"power: expected an even number, got {power}; use universal_set for keys held in memory")
         self._count = 0
         self._limit = 2 * BLOCK
@@ -105,8 +83,7 @@ class KeySketch:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors in the sketch."""
-        tensors = [self._keys, self._positions] + ([] if self._gram is None else [self._gram])
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (self._keys, self._positions, self._gram) if tensor is not None)
 
     @full_precision()
     def update(self, keys: Tensor) -> None:
@@ -120,7 +97,7 @@ class KeySketch:
         check_finite(keys=rows)
         total = self._open(rows)
         for part in rows.split(BLOCK, 2):
-            total += gram(tensor_features(part.double(), even_degree(self.power)))
+            total += gram(tensor_features(part.double(), self._degree))
             place = torch.arange(self._count, self._count + part.shape[2], device=rows.device)
             self._append(part, place.expand(part.shape[:3]))
             self._count += part.shape[2]
@@ -142,9 +119,8 @@ class KeySketch:
             return
         total = self._open(other._keys)
         total += other._gram
-        offset = self._count
+        positions = torch.where(other._positions >= 0, other._positions + self._count, other._positions)
         self._count += other._count
-        positions = torch.where(other._positions >= 0, other._positions + offset, other._positions)
         self._append(other._keys.clone(), positions)
 
     def scores(self, keys: Tensor) -> Tensor:
@@ -159,8 +135,7 @@ class KeySketch:
         check_finite(keys=rows)
         if self._gram is None:
             raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
-        self._open(rows)
-        return self._score(rows)
+        return self._score(rows, self._open(rows))[0]
 
     @full_precision()
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
@@ -174,73 +149,21 @@ class KeySketch:
             raise ValueError(f"eps: expected at least the sketch's {self.eps}, got {eps}; make the sketch with it")
         if self._gram is None:
             raise ValueError("universal_set: expected some keys first, got none; call update")
-        scores = self._score(self._keys)
-        marked = (scores * self._round_up(scores) >= eps) & (self._positions >= 0)
-        batch, head, slot = marked.nonzero(as_tuple=True)
+        scores, most = self._score(self._keys, self._gram)
+        batch, head, slot = ((most >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
         indices = torch.stack([batch, head, self._positions[batch, head, slot]])
         shape = (*self._keys.shape[:2], self._count)
         return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the sketch to one file in a folder, made if absent: whole or not at all."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = {"format": FORMAT, "eps": self.eps, "power": self.power, "count": self._count, "limit": self._limit}
-        tensors = {}
-        if self._gram is not None:
-            tensors = {"gram": self._gram, "keys": self._keys, "positions": self._positions}
-        tensor_files.write(folder / FILE, KIND, facts, tensors)
-
-    @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> KeySketch:
-        """The sketch that `save` wrote; it continues bit for bit as the saved one would on the same kind of device.
-
-        Raises `ValueError` if the folder has no whole sketch.
-        """
-        folder = Path(directory)
-        try:
-            record, tensors = tensor_files.read(folder / FILE, KIND)
-            facts = build(_Facts, record)
-            sketch = cls(facts.eps, facts.power)
-            sketch._count, sketch._limit = facts.count, facts.limit
-            if tensors or facts.count:
-                tensor_files.check(tensors, sketch._forms(tensors.get("keys")))
-                state = (tensors[name].to(device) for name in ("keys", "positions", "gram"))
-                sketch._keys, sketch._positions, sketch._gram = state
-        except (OSError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"directory: expected a sketch written by KeySketch.save, got {folder} ({error}); save again"
-            ) from None
-        return sketch
-
-    def _forms(self, keys: Tensor | None) -> dict[str, Form]:
-        """The expected shapes and dtypes of a sketch with these keys; `ValueError` if it cannot have such keys."""
-        if keys is None or keys.ndim != 4 or 0 in (*keys.shape[:2], keys.shape[3]) or keys.dtype not in WORKING:
-            got = None if keys is None else (tuple(keys.shape), keys.dtype)
-            raise ValueError(f"expected keys (batch, heads, candidates, dim) in float32 or float64, got {got}")
-        size = self._width(keys.shape[3])
-        if not 0 < self._count < 2**62 or self._limit <= keys.shape[2]:
-            raise ValueError(f"{self._count} keys, of which {keys.shape[2]} of {self._limit} are candidates")
-        return {
-            "keys": Form(tuple(keys.shape), keys.dtype),
-            "positions": Form(tuple(keys.shape[:3]), torch.int64, -1, self._count - 1),
-            "gram": Form((*keys.shape[:2], size, size), torch.float64),
-        }
-
-    def _width(self, dim: int) -> int:
-        """Monomials of keys of this dimension; `ValueError` for too many."""
-        size = width(dim, even_degree(self.power))
-        if size > MAX_WIDTH:
-            raise ValueError(
-                f"power: expected at most {MAX_WIDTH} monomials, got {size} for power {self.power} and head "
-                f"dimension {dim}; use a smaller power"
-            )
-        return size
-
     def _open(self, rows: Tensor) -> Tensor:
         """The Gram matrix for rows (B, H, N, D), which must continue the stream; made at the first call."""
         if self._gram is None:
-            size = self._width(rows.shape[-1])
+            size = width(rows.shape[-1], self._degree)
+            if size > MAX_WIDTH:
+                raise ValueError(
+                    f"power: expected at most {MAX_WIDTH} monomials, got {size} for power {self.power} and head "
+                    f"dimension {rows.shape[-1]}; use a smaller power"
+                )
             self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
@@ -256,10 +179,9 @@ class KeySketch:
         """Add candidates, and prune once there are twice as many as after the last pruning."""
         self._keys = torch.cat([self._keys, keys], 2)
         self._positions = torch.cat([self._positions, positions], 2)
-        if self._keys.shape[2] < self._limit:
+        if self._keys.shape[2] < self._limit or self._gram is None:
             return
-        scores = self._score(self._keys)
-        kept = (scores * self._round_up(scores) >= self.eps) & (self._positions >= 0)
+        kept = (self._score(self._keys, self._gram)[1] >= self.eps) & (self._positions >= 0)
         # Kept candidates first, in their order; unused places of heads with fewer have the position -1 and zero keys.
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
         kept = kept.gather(-1, order)
@@ -268,18 +190,11 @@ class KeySketch:
         self._keys = rows.masked_fill(~kept.unsqueeze(-1), 0.0)
         self._limit = max(2 * BLOCK, 2 * self._keys.shape[2] + BLOCK)
 
-    def _score(self, rows: Tensor) -> Tensor:
-        if self._gram is None:
-            raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
-        root, degree = root64(self._gram, rows.dtype), even_degree(self.power)
-        parts = [tensor_features(part.double(), degree) @ root for part in rows.split(BLOCK, 2)]
-        return torch.cat([part.square().sum(-1).clamp_max(1.0) for part in parts], -1)
-
-    def _round_up(self, scores: Tensor) -> Tensor:
-        """A factor (B, H, 1) above the relative error of scores: `m u` in G, magnified by the scaled inverse."""
-        if self._gram is None:
-            return torch.ones_like(scores)
-        size = self._gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
-        inverse = (root64(self._gram, self._keys.dtype) * size).square().sum((-2, -1))
-        error = 8 * self._gram.shape[-1] * torch.finfo(torch.float64).eps * inverse
-        return (1 + ROUNDING + error.clamp_max(1.0)).unsqueeze(-1)
+    def _score(self, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up: `m u` in G, magnified by the inverse."""
+        root = root64(matrix, rows.dtype)
+        parts = [tensor_features(part.double(), self._degree) @ root for part in rows.split(BLOCK, 2)]
+        scores = torch.cat([part.square().sum(-1).clamp_max(1.0) for part in parts], -1)
+        size = matrix.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+        error = 8 * matrix.shape[-1] * torch.finfo(torch.float64).eps * (root * size).square().sum((-2, -1))
+        return scores, scores * (1 + ROUNDING + error.clamp_max(1.0)).unsqueeze(-1)

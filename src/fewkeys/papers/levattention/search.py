@@ -12,6 +12,7 @@ entries are those of the defining formula in float64, and the matrix only saves 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,12 +20,30 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
-from fewkeys.papers.levattention.direct import SCORES, directly, raised
-from fewkeys.papers.levattention.entries import Entries, HeavyEntries
+from fewkeys.papers.levattention.direct import SCORES, Entries, directly, raised
 from fewkeys.papers.levattention.gram import TRUST, Normaliser, candidates, exact_form
 from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.sketched import Numerators, Sketched, sketched_parts
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
+
+
+@dataclass(frozen=True, eq=False)
+class HeavyEntries:
+    """The entries >= eps of attention: `indices` (4, M), int64, as (batch, query head, query, key); `values` (M,).
+
+    Sorted by batch, head, query, key, each once. `shape` is (B, Hq, Nq, Nk).
+    """
+
+    indices: Tensor
+    values: Tensor
+    shape: tuple[int, int, int, int]
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def to_coo(self) -> Tensor:
+        """The entries as a coalesced sparse tensor (B, Hq, Nq, Nk)."""
+        return torch.sparse_coo_tensor(self.indices, self.values, self.shape, check_invariants=True, is_coalesced=True)
 
 
 @full_precision()

@@ -5,24 +5,21 @@ A line here makes a file's classes public, loadable by name and part of every la
 
 from fewkeys.core.rooms import public_names
 from fewkeys.papers.sparsefinder.block_clusters import BlockClusters as BlockClusters
-from fewkeys.papers.sparsefinder.entmax_support import EntmaxSupport as EntmaxSupport
-from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens as GlobalTokens
-from fewkeys.papers.sparsefinder.graphs import GraphScores as GraphScores
-from fewkeys.papers.sparsefinder.graphs import score_graphs as score_graphs
-from fewkeys.papers.sparsefinder.group_measures import computation_sparsity as computation_sparsity
-from fewkeys.papers.sparsefinder.group_measures import group_entropy as group_entropy
+from fewkeys.papers.sparsefinder.evaluate import GraphScores as GraphScores
+from fewkeys.papers.sparsefinder.evaluate import score_graphs as score_graphs
 from fewkeys.papers.sparsefinder.groupings import Buckets as Buckets
 from fewkeys.papers.sparsefinder.groupings import ClusterPairs as ClusterPairs
 from fewkeys.papers.sparsefinder.groupings import Clusters as Clusters
 from fewkeys.papers.sparsefinder.groupings import Distance as Distance
-from fewkeys.papers.sparsefinder.groupings import Edges as Edges
 from fewkeys.papers.sparsefinder.groupings import Grouping as Grouping
-from fewkeys.papers.sparsefinder.groupings import Joined as Joined
 from fewkeys.papers.sparsefinder.groups import Groups as Groups
-from fewkeys.papers.sparsefinder.predicted import Predicted as Predicted
-from fewkeys.papers.sparsefinder.projection import Centroids as Centroids
-from fewkeys.papers.sparsefinder.projection import Projection as Projection
-from fewkeys.papers.sparsefinder.random_edges import RandomEdges as RandomEdges
+from fewkeys.papers.sparsefinder.patterns import EntmaxSupport as EntmaxSupport
+from fewkeys.papers.sparsefinder.patterns import GlobalTokens as GlobalTokens
+from fewkeys.papers.sparsefinder.patterns import RandomEdges as RandomEdges
+from fewkeys.papers.sparsefinder.space import Centroids as Centroids
+from fewkeys.papers.sparsefinder.space import Edges as Edges
+from fewkeys.papers.sparsefinder.space import Joined as Joined
+from fewkeys.papers.sparsefinder.space import Projection as Projection
 from fewkeys.papers.sparsefinder.sparsefinder import Sparsefinder as Sparsefinder
 
 

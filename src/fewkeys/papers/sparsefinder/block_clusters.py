@@ -12,7 +12,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.papers.sparsefinder.projection import Centroids, Projection, check_space, projected, space_work
+from fewkeys.papers.sparsefinder.space import Centroids, Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 from fewkeys.select.recent import RecentBlocks
 
@@ -63,10 +63,10 @@ class BlockClusters(Selector):
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
         query, key = projected(x, self.project)
-        centroids = self.centroids.for_rows(query)
+        (centroids,) = self.centroids.for_rows(query)
         query = self._ids(query, x.valid_queries, x.offset, centroids)
         key = self._ids(key, x.valid, 0, centroids)
-        return self._near.select(x) | Graph(x, extra=Groups(query, key, self.centroids.count))
+        return self._near.select(x) | Graph(x, extra=Groups(query, key, self.centroids.size))
 
     def _ids(self, rows: Tensor, real: Tensor | None, offset: int, centroids: Tensor) -> Tensor:
         """The ids (B, Hq, N, M) of rows (B, Hq, N, r) whose first one stands at `offset`."""
@@ -90,9 +90,9 @@ class BlockClusters(Selector):
     def work(self, inputs: Inputs) -> Work:
         # A query block is in top centroids / blocks clusters on average.
         blocks = max(1.0, inputs.queries / self.size)
-        clusters = self.centroids.count * min(1.0, self.top / blocks)
+        clusters = self.centroids.size * min(1.0, self.top / blocks)
         rank, prepare = space_work(inputs, self.project)
-        choose = 4.0 * rank * self.centroids.count / self.size * inputs.gqa_ratio
+        choose = 4.0 * rank * self.centroids.size / self.size * inputs.gqa_ratio
         return Work(self.size * (self.window + clusters * self.top), prepare + choose)
 
 

@@ -7,20 +7,17 @@ has ids r C .. (r + 1) C - 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
-from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch.by_block import block_size, by_chunks, row_entries
-from fewkeys.execute.torch.sources import Chunk
-from fewkeys.papers.sparsefinder.grouped import CHUNK_SCORES, GroupedKeys, attend_chunk, mean_width
+from fewkeys.papers.sparsefinder.grouped import GroupedKeys, distinct
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +87,33 @@ class Groups:
         """The same groups with `count` queries of no group before the others."""
         return replace(self, query=pad(self.query, (0, 0, count, 0), value=-1))
 
-    def attend(self, problem: Problem) -> Tensor:
-        """The output (B, Hq, Nq, Dv), in time linear in the edges: `fewkeys.papers.sparsefinder.grouped`."""
-        x, size = problem.inputs, block_size(problem.graph)
-        sources, means = row_entries(problem, size)
-        ids = self.query, self.key, self.count
-        width = sum(source.width for source in sources) * x.gqa_ratio + mean_width(x, *ids)
+    def source(self, graph: Graph) -> GroupedKeys:
+        """The scores and sums of these edges of `graph`, in time linear in the edges."""
+        return GroupedKeys(graph, self.query, self.key, self.count)
 
-        def of_heads(heads: slice) -> Callable[[Chunk], Tensor]:
-            keys = GroupedKeys(x, *ids, heads)
-            return partial(attend_chunk, keys=keys, sources=sources, means=means, weights=problem.weights)
+    def computation_sparsity(self) -> Tensor:
+        """`1 - sum_g |Q_g| |K_g| / (Nq Nk)`, at least 0, per head (B, Hq): the share of all scores not computed.
 
-        return by_chunks(problem, size, width, CHUNK_SCORES, of_heads)
+        Groups run whole: the scores of all pairs in a group are computed, also of pairs that causality or padding
+        hides, and a pair that shares two groups is computed twice. So this is at most the sparsity of the edges.
+        """
+        scores = (_members(self.query, self.count) * _members(self.key, self.count)).sum(-1)
+        return (1.0 - scores / (self.query.shape[2] * self.key.shape[2])).clamp_min(0.0).float()
+
+    def entropy(self) -> Tensor:
+        """`-sum_g p_g log p_g / log count` per head (B, Hq), p_g the share of the keys' memberships that are in g.
+
+        1 if all groups have the same size, 0 if one has all members (or `count` is 1, or there are no members).
+        """
+        size = _members(self.key, self.count)
+        p = size / size.sum(-1, keepdim=True).clamp_min(1)
+        entropy: Tensor = -torch.special.xlogy(p, p).sum(-1)
+        return (entropy / math.log(max(self.count, 2))).clamp(0.0, 1.0).float()
+
+
+def _members(ids: Tensor, count: int) -> Tensor:
+    """Members of every group, (B, H, count) float64; a token that names a group twice is one member."""
+    ids = distinct(ids)
+    place = ids.masked_fill(ids < 0, count).flatten(2)
+    size = torch.zeros((*ids.shape[:2], count + 1), dtype=torch.float64, device=ids.device)
+    return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., :count]

@@ -1,131 +1,193 @@
-"""Fitting groupings to a space: centroids of clusters and edges of buckets."""
+"""Learned spaces in which selectors may compare queries and keys, head by head, and what is learned of them."""
 
 from __future__ import annotations
 
-import warnings
-from importlib.util import find_spec
+from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from fewkeys.captures.capture import AttentionInputs, Capture
-from fewkeys.papers.sparsefinder.groupings import Edges, Joined, nearest
-from fewkeys.papers.sparsefinder.projection import Centroids
-from fewkeys.papers.sparsefinder.train import generator, gold_graph, pieces
-from fewkeys.tuning.score import problem_of
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.learned import Learned
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite
 
 
-def kind_of(capture: Capture) -> str:
-    """The kind of attention: "causal", "cross" (queries are other tokens than keys) or "bidirectional"."""
-    if capture.is_causal:
-        return "causal"
-    same_tokens = all(call.query.shape[2] == call.key.shape[2] and call.query_mask is None for call in capture.calls(0))
-    return "bidirectional" if same_tokens else "cross"
+@dataclass(frozen=True, eq=False, repr=False)
+class Projection(Learned):
+    """`q' = q^T A_h`, `k' = k^T B_h` for every query head h: A = `query` and B = `key`, both (Hq, D, r), floating.
 
-
-def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most `count` random real queries (Hq, S, D) and keys (Hq, S, D) of a layer, float32."""
-    reals = [_real(call) for call in capture.calls(layer)]
-    places = []
-    for side, name in enumerate(("queries", "keys")):
-        total = sum(int(real[side].sum()) for real in reals)
-        order = torch.randperm(total, generator=generator(seed, layer, name))[:count]
-        places.append(order.sort().values)
-    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-    first = [0, 0]
-    for call, real in zip(capture.calls(layer), reals, strict=True):
-        gqa_ratio = call.query.shape[1] // call.key.shape[1]
-        for side, tensor in enumerate((call.query, call.key)):
-            flat = tensor.transpose(0, 1).flatten(1, 2)[:, real[side].flatten()]
-            places_here = places[side] - first[side]
-            places_here = places_here[(places_here >= 0) & (places_here < flat.shape[1])]
-            rows[side].append(flat[:, places_here].float().repeat_interleave(gqa_ratio if side else 1, 0))
-            first[side] += flat.shape[1]
-    return torch.cat(rows[0], 1), torch.cat(rows[1], 1)
-
-
-def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Masks of the queries (B, Nq) and of the keys (B, Nk) that are real tokens."""
-    x = problem_of(call)
-    queries = x.valid_queries if call.query_mask is None else call.query_mask
-    if queries is None:
-        queries = torch.ones((x.batch, x.queries), dtype=torch.bool)
-    keys = torch.ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
-    return queries, keys
-
-
-def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The queries (Hq, S, D) and the keys (Hq, S, D) of at most `count` random gold edges of every head, float32.
-
-    All heads get the same number. Cost O(n^2 D), memory 2^24 pairs.
+    Where query heads share their keys, every query head still has a space of its own. Selectors that take a
+    `project` compare q' and k' in place of q and k. Compared by content, saved with plans.
     """
-    draw, rank = generator(seed, layer, "edges"), torch.empty(capture.query_heads, 0)
-    ends_so_far = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(2)]
-    for call in capture.calls(layer):
-        for piece in pieces(call, slice(None)):
-            query, key, gold, _ = gold_graph(piece, alpha)
-            # The edges with the largest random numbers so far are a uniform sample without replacement.
-            number = torch.rand(gold.shape, generator=draw).masked_fill_(~gold, -1.0).transpose(0, 1).flatten(1)
-            top = number.topk(min(count, number.shape[1]), -1)
-            rest, at_key = top.indices // gold.shape[3], top.indices % gold.shape[3]
-            sequence, at_query = rest // gold.shape[2], rest % gold.shape[2]
-            head = torch.arange(gold.shape[1])[:, None]
-            ends = query[sequence, head, at_query], key[sequence, head, at_key]
-            ends_so_far = [torch.cat([old, new], 1) for old, new in zip(ends_so_far, ends, strict=True)]
-            rank = torch.cat([rank, top.values], 1)
-            rank, order = rank.sort(dim=-1, descending=True, stable=True)
-            rank = rank[:, :count]
-            ends_so_far = [rows.gather(1, order[:, :count, None].expand(-1, -1, rows.shape[2])) for rows in ends_so_far]
-    least = int((rank >= 0).sum(-1).min())
-    return ends_so_far[0][:, :least], ends_so_far[1][:, :least]
+
+    query: Tensor
+    key: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tables(self, "(query heads, head dimension, r)")
+
+    @property
+    def rank(self) -> int:
+        """r, the dimension of the space."""
+        return self.query.shape[2]
 
 
-def joined(
-    query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], lift: float
-) -> Joined:
-    """The pairs of clusters (H, C, r) to join, from samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
-    query_clusters, key_clusters = clusters
-    heads, count, _ = query_clusters.shape
+class Fitted(Learned, listed=False):
+    """Values of every query head that were learned in a space. Compared by content, saved with plans."""
 
-    def sizes(rows: Tensor, places: Tensor) -> Tensor:
-        return one_hot(nearest(rows[None], places)[0], count).double().mean(1)
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """r, the dimension of the space."""
 
-    cell = nearest(edges[0][None], query_clusters)[0] * count + nearest(edges[1][None], key_clusters)[0]
-    gold = torch.zeros(heads, count * count, dtype=torch.float64)
-    gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
-    part = (sizes(query, query_clusters).unsqueeze(2) * sizes(key, key_clusters).unsqueeze(1)).flatten(1)
-    lifts = gold / part.clamp_min(1e-12)
-    pairs = (lifts >= lift) | (lifts == lifts.amax(1, keepdim=True))
-    return Joined(query_clusters, key_clusters, pairs.view(heads, count, count))
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of values for each head, of one dimension where dimensions stand alone."""
+
+    def for_rows(self, rows: Tensor) -> list[Tensor]:
+        """The tensors in dtype and device of rows (B, Hq, N, r); `ValueError` where heads or dimensions differ."""
+        heads, rank = rows.shape[1], rows.shape[3]
+        tensors = list(self.tensors.values())
+        if tensors[0].shape[0] not in (1, heads) or self.rank != rank:
+            raise ValueError(
+                f"fitted: expected values of {heads} query heads in {rank} dimensions, got {self}; use them in the "
+                "layer and the space they were fitted on"
+            )
+        return [tensor.detach().to(rows) for tensor in tensors]
 
 
-def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
-    """k-means of rows (H, S, r), head by head, with another seed for each round.
+@dataclass(frozen=True, eq=False, repr=False)
+class Centroids(Fitted):
+    """C centroids for every query head: `place` (Hq, C, r), floating; (1, C, r): the same for all heads."""
 
-    One thread, so that a machine gives the same bits for the same rows.
+    place: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tables(self, "(query heads, centroids, r)")
+
+    @property
+    def rank(self) -> int:
+        return self.place.shape[2]
+
+    @property
+    def size(self) -> int:
+        return self.place.shape[1]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Edges(Fitted):
+    """The edges between buckets for every query head and dimension: `query` and `key` (Hq, r, beta - 1), ascending."""
+
+    query: Tensor
+    key: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tables(self, "(query heads, r, beta - 1)", empty=True)
+        for name, edges in self.tensors.items():
+            if bool((edges.diff(dim=-1) < 0).any()):
+                raise ValueError(f"Edges {name}: expected ascending edges, got descending ones; sort them")
+
+    @property
+    def rank(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def size(self) -> int:
+        return self.query.shape[2]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Joined(Fitted):
+    """Clusters of queries and clusters of keys of every head, and which of them are joined.
+
+    `query` and `key` (Hq, C, r): the centroids. `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to
+    cluster b of the keys.
     """
-    if find_spec("sklearn") is None:
-        raise ModuleNotFoundError("sklearn is needed for clusters and is not installed; pip install 'fewkeys[train]'")
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-    from threadpoolctl import threadpool_limits
 
-    heads = []
-    with threadpool_limits(limits=1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some coincide
-        for tokens in rows.double().numpy():
-            if len(tokens) < count:
-                raise ValueError(f"count: expected at most {len(tokens)} clusters, the tokens sampled, got {count}")
-            fits = [
-                KMeans(count, n_init=1, random_state=(seed + number) % 2**32).fit(tokens) for number in range(rounds)
-            ]
-            heads.append(torch.cat([torch.from_numpy(fit.cluster_centers_) for fit in fits]))
-    return Centroids(torch.stack(heads).float())
+    query: Tensor
+    key: Tensor
+    pairs: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tables(self, "(query heads, clusters, r)")
+        heads, clusters, _ = self.query.shape
+        if not isinstance(self.pairs, Tensor) or self.pairs.dtype != torch.bool:
+            raise TypeError("Joined pairs: expected a bool tensor (query heads, clusters, clusters), got another")
+        if self.pairs.shape != (heads, clusters, clusters):
+            raise ValueError(f"Joined pairs: expected {(heads, clusters, clusters)}, got {tuple(self.pairs.shape)}")
+
+    @property
+    def rank(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def size(self) -> int:
+        return self.query.shape[1]
 
 
-def edges(query: Tensor, key: Tensor, beta: int) -> Edges:
-    """The quantiles 1 / beta .. (beta - 1) / beta of every dimension of queries and of keys (H, S, r)."""
-    at = torch.linspace(0, 1, beta + 1, dtype=torch.float64)[1:-1]
-    quantiles = [rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)]
-    return Edges(quantiles[0], quantiles[1])
+def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tensor]:
+    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, or as they are; one row of keys per query head.
+
+    In float32 (float64 for float64 inputs), without gradient. Cost O(n D r). Raises `ValueError` where the projection
+    was made for another number of heads or another head dimension.
+    """
+    x = inputs
+    query, key = working(x.query.detach()), working(x.key.detach())
+    if project is None:
+        return query, key.repeat_interleave(x.gqa_ratio, 1)
+    if project.query.shape[:2] != (x.query_heads, x.head_dim):
+        raise ValueError(
+            f"project: expected a projection of {x.query_heads} query heads of dimension {x.head_dim}, got "
+            f"{project.query.shape[0]} of {project.query.shape[1]}; fit it on the layer it is used in"
+        )
+    to_query, to_key = (matrix.detach().to(query) for matrix in (project.query, project.key))
+    keys = key.unsqueeze(2) @ to_key.unflatten(0, (x.kv_heads, x.gqa_ratio))
+    return query @ to_query, keys.flatten(1, 2)
+
+
+def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
+    """r, and operations per key of bringing queries and keys there; for `Selector.work`."""
+    if project is None:
+        return inputs.head_dim, 0.0
+    return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
+
+
+def nearest(rows: Tensor, centroids: Tensor, count: int = 1) -> Tensor:
+    """The `count` nearest of centroids (H, C, r) to each of rows (B, H, N, r): (B, H, N, count)."""
+    closeness = rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
+    return closeness.topk(count, -1).indices
+
+
+def check_space(project: object, fitted: object = None) -> None:
+    """Refuse what is neither None nor of the right class, and values fitted in another space than the projection's."""
+    if project is not None and not isinstance(project, Projection):
+        raise TypeError(f"project: expected a Projection or None, got {type(project).__name__}")
+    if fitted is not None and not isinstance(fitted, Fitted):
+        raise TypeError(f"fitted: expected Centroids or None, got {type(fitted).__name__}; wrap the tensor")
+    if project is None or fitted is None:
+        return
+    heads = project.query.shape[0]
+    if next(iter(fitted.tensors.values())).shape[0] not in (1, heads) or fitted.rank != project.rank:
+        raise ValueError(
+            f"fitted: expected values of {heads} query heads in {project.rank} dimensions like the projection's space, "
+            f"got {fitted}; fit them after the projection"
+        )
+
+
+def _check_tables(value: Learned, axes: str, *, empty: bool = False) -> None:
+    """Refuse all but finite floating tensors of rank 3 and one shape; `empty`: the last axis may have no entry."""
+    tensors = {name: tensor for name, tensor in value.tensors.items() if name != "pairs"}
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        title = f"{type(value).__name__} {name}"
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{title}: expected a floating tensor {axes}, got {got}")
+        if tensor.ndim != 3 or 0 in (tensor.shape[:2] if empty else tensor.shape):
+            raise ValueError(f"{title}: expected shape {axes}, none of them 0, got {tuple(tensor.shape)}")
+        if tensor.shape != first.shape:
+            raise ValueError(f"{title}: expected {tuple(first.shape)} like query, got {tuple(tensor.shape)}")
+        check_finite(**{title: tensor})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,17 +21,15 @@ from fewkeys.core.tensor_files import fingerprint
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
-from fewkeys.papers.sparsefinder.checks import Shape, check_capture, check_same, check_shape, check_tensors, shape_of
-from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Edges, Grouping, Joined
-from fewkeys.papers.sparsefinder.predicted import Predicted
-from fewkeys.papers.sparsefinder.projection import Centroids, Projection
-from fewkeys.papers.sparsefinder.settings import Settings
-from fewkeys.papers.sparsefinder.space import centroids, edges, gold_edges, joined, sample
+from fewkeys.papers.sparsefinder.fitting import centroids, edges, gold_edges, joined, sample
+from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Grouping
+from fewkeys.papers.sparsefinder.settings import Settings, Shape, check_capture, split
+from fewkeys.papers.sparsefinder.space import Centroids, Edges, Fitted, Joined, Projection
 from fewkeys.papers.sparsefinder.train import learn
 from fewkeys.plan import Plan
 from fewkeys.select import Selector
 
-FORMAT = 1
+FORMAT = 2
 FILE = "sparsefinder.json"
 NAME = "Sparsefinder"
 
@@ -104,8 +103,8 @@ class Sparsefinder:
             patience: epochs without a smaller validation loss after which a layer stops.
             sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets, and
                 four times as many gold edges.
-            directory: where the state after each epoch is kept, so that an interrupted fit goes on as if it had not
-                been; None: nowhere.
+            directory: where finished layers are kept, so that an interrupted fit goes on with the next one; None:
+                nowhere.
             progress: called as `progress(done, total, what)`.
             seed: of everything random.
 
@@ -117,18 +116,7 @@ class Sparsefinder:
         fraction = 0.0 if isinstance(validation, Capture) else validation
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
         check_capture(capture)
-        fitted_on, held_out = capture, validation if isinstance(validation, Capture) else None
-        if held_out is not None:
-            check_same(capture, held_out)
-        elif fraction:
-            count = max(1, round(fraction * capture.sequences))
-            if count >= capture.sequences:
-                raise ValueError(
-                    f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
-                    "or pass validation=0"
-                )
-            fitted_on = capture.part(0, capture.sequences - count)
-            held_out = capture.part(capture.sequences - count, capture.sequences)
+        fitted_on, held_out = split(capture, validation)
         tensors: dict[str, Tensor] = {}
         losses = []
         total = capture.layers * epochs * fitted_on.sequences
@@ -141,13 +129,13 @@ class Sparsefinder:
                 if progress is not None:
                     progress(passed, total, f"layer {layer + 1} of {capture.layers}")
 
-            state = learn(fitted_on, held_out, layer, settings, None if directory is None else Path(directory), done)
-            tensors[f"maps.{layer}"] = state.best
-            losses.append({"loss": state.losses, "validation": state.validation})
+            folder = None if directory is None else Path(directory)
+            tensors[f"maps.{layer}"], record = learn(fitted_on, held_out, layer, settings, folder, done)
+            losses.append(asdict(record))
             _sample_into(tensors, fitted_on, layer, settings)
         if progress is not None:
             progress(total, total, "done")
-        return cls(shape_of(capture), settings, tensors, {"layers": losses})
+        return cls(Shape.of(capture), settings, tensors, {"layers": losses})
 
     @classmethod
     @plain_defaults()
@@ -161,7 +149,7 @@ class Sparsefinder:
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
             _sample_into(tensors, capture, layer, settings)
-        return cls(shape_of(capture), settings, tensors)
+        return cls(Shape.of(capture), settings, tensors)
 
     @property
     def is_raw(self) -> bool:
@@ -203,8 +191,8 @@ class Sparsefinder:
         self._check_layer(layer)
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
-    def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Predicted:
-        """The edges that `grouping` predicts in a layer: a selector, which `|` unites with others.
+    def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
+        """`grouping` in the space of a layer: the edges that it predicts, a selector, which `|` unites with others.
 
         head: for a key head alone; None: for all heads.
         """
@@ -217,18 +205,21 @@ class Sparsefinder:
             if isinstance(head, bool) or head not in range(self.shape.kv_heads):
                 raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
             heads = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
-        project, fitted = self.projection(layer), None
+        project, fitted = self.projection(layer), self._fitted(layer, grouping)
         if project is not None:
             project = Projection(project.query[heads], project.key[heads])
+        if fitted is not None:
+            fitted = type(fitted)(*(tensor[heads] for tensor in fitted.tensors.values()))
+        return replace(grouping, project=project, fitted=fitted)
+
+    def _fitted(self, layer: int, grouping: Grouping) -> Fitted | None:
         if isinstance(grouping, Clusters):
-            fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[heads])
-        elif isinstance(grouping, ClusterPairs):
-            joint = self.joined(layer, grouping.count, grouping.lift)
-            return Predicted(grouping, project, Joined(joint.query[heads], joint.key[heads], joint.pairs[heads]))
-        elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
-            buckets = self.edges(layer, grouping.beta)
-            return Predicted(grouping, project, Edges(buckets.query[heads], buckets.key[heads]))
-        return Predicted(grouping, project, fitted)
+            return self.centroids(layer, grouping.count, grouping.rounds)
+        if isinstance(grouping, ClusterPairs):
+            return self.joined(layer, grouping.count, grouping.lift)
+        if isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
+            return self.edges(layer, grouping.beta)
+        return None
 
     def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:
         """A plan for every layer, for `fewkeys.apply`: the predicted edges united with those of `keep`.
@@ -253,29 +244,28 @@ class Sparsefinder:
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `sparsefinder.json` and its tensors into `directory` (made if missing); never a half-written file."""
-        mark = write_tensors(directory, NAME, self.tensors)
-        facts = {"shape": asdict(self.shape), "settings": asdict(self.settings), "record": dict(self.record)}
-        write_json(directory, FILE, {"format": FORMAT, **facts, "raw": self.is_raw, "tensors": mark})
+        facts = {"shape": asdict(self.shape), "settings": asdict(self.settings), "raw": self.is_raw}
+        mark = write_tensors(directory, _kind(facts), self.tensors)
+        write_json(directory, FILE, {"format": FORMAT, **facts, "record": dict(self.record), "tensors": mark})
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """The predictor saved in `directory`: the same bits.
 
-        Raises `ValueError` for another version, and if a file is missing, is damaged, or does not fit the other in
-        layers, heads or dimensions.
+        Raises `ValueError` for another version, and if a file is missing, is damaged, or is not of the other: the
+        tensors are named after all bits of theirs and of the description.
         """
         data = read_json(directory, FILE)
         where = Path(directory) / FILE
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            description = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {description!r}; fit again")
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {found!r}; fit again")
         try:
             description = build(_Description, data)
-            check_shape(description.shape)
         except (TypeError, ValueError) as error:
             raise ValueError(f"directory: expected a whole description in {where}, got {error}; fit again") from None
-        tensors = read_tensors(directory, NAME, description.tensors)
-        check_tensors(tensors, description.shape, description.settings, description.raw, where)
+        facts = {name: data[name] for name in ("shape", "settings", "raw")}
+        tensors = read_tensors(directory, _kind(facts), description.tensors)
         return cls(description.shape, description.settings, tensors, description.record)
 
     def __eq__(self, other: object) -> bool:
@@ -297,6 +287,11 @@ class _Description:
     record: dict[str, Any]
     raw: bool
     tensors: str
+
+
+def _kind(facts: Mapping[str, Any]) -> str:
+    """What the fingerprint of the tensors is of besides: so that they belong to one description."""
+    return f"{NAME} {json.dumps(facts, sort_keys=True)}"
 
 
 def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:

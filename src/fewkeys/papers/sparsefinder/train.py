@@ -1,7 +1,7 @@
-"""Training the projections of one layer, epoch by epoch. An interrupted fit resumes with the same bits.
+"""Training the projections of one layer. An interrupted fit goes on with the first layer that is not finished.
 
-The seed, the layer and the epoch determine all random numbers of an epoch, so the state after an epoch is the maps,
-the moments of Adam and the losses so far. It is one safetensors file, replaced whole.
+The seed, the layer and the epoch determine all random numbers of an epoch. What was learned of a layer is one
+safetensors file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +26,17 @@ from fewkeys.papers.sparsefinder.loss import has_pairs, hinge, signs
 from fewkeys.papers.sparsefinder.settings import Settings
 from fewkeys.tuning.score import problem_of
 
+KIND = "fit"
 PAIRS = 2**24
 """Pairs of a query and a key whose scores are in memory at once."""
 
 
-@dataclass(eq=False)
-class Learning:
-    """The state of one layer between epochs. `maps` (1 or 2, Hq, D, r): of queries and keys, or one for both."""
+@dataclass(frozen=True)
+class Losses:
+    """The mean loss of every epoch, and after every epoch that of the held-out sequences."""
 
-    maps: Tensor
-    best: Tensor
-    first_moment: Tensor
-    second_moment: Tensor
-    steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    validation: list[float] = field(default_factory=list)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done."""
-        return len(self.losses)
-
-    def is_done(self, settings: Settings) -> bool:
-        """Whether all epochs are done, or the validation loss has stopped falling for `patience` of them."""
-        seen = self.validation
-        stalled = bool(seen) and len(seen) - 1 - seen.index(min(seen)) >= settings.patience
-        return self.epoch >= settings.epochs or stalled
+    loss: list[float]
+    validation: list[float]
 
 
 def learn(
@@ -61,28 +46,40 @@ def learn(
     settings: Settings,
     folder: Path | None,
     done: Callable[[int], None],
-) -> Learning:
-    """Train the maps of a layer on `capture`, with early stopping on `held_out`.
+) -> tuple[Tensor, Losses]:
+    """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and how they were learned.
 
-    `done` is called with the number of sequences passed. `folder`: for the state after each epoch.
+    Adam on the mean hinge of all queries and heads; with `held_out` sequences the maps kept are those of the epoch
+    whose loss on these is least, and `patience` epochs without a smaller one end it. `done` is called with the number
+    of sequences passed. `folder`: for the file of the layer.
     """
+    shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     path = None if folder is None else folder / _name(capture, held_out, layer, settings)
-    state = _read(path, capture, settings) or _start(capture, layer, settings)
-    done(capture.sequences * state.epoch)
+    if path is not None and (finished := _read(path, shape)) is not None:
+        return finished
+    # Both maps begin as the same uniform draw in +- 1 / sqrt(D).
+    draw = torch.rand((1, *shape[1:]), generator=generator(settings.seed, layer, "start")) * 2 - 1
+    maps = (draw * capture.head_dim**-0.5).repeat(shape[0], 1, 1, 1).requires_grad_()
+    adam = torch.optim.Adam([maps], lr=settings.lr)
     calls = list(capture.calls(layer))  # mapped files, not memory
     kept_out = [] if held_out is None else list(held_out.calls(layer))
-    while not state.is_done(settings):
-        _epoch(state, calls, layer, settings, done)
+    best, losses = maps.detach().clone(), Losses([], [])
+    for epoch in range(settings.epochs):
+        losses.loss.append(_epoch(maps, adam, calls, settings, generator(settings.seed, layer, "epoch", epoch), done))
         if kept_out:
-            loss = _validation_loss(state.maps, kept_out, layer, settings)
-            if loss < min(state.validation, default=torch.inf):
-                state.best = state.maps.clone()
-            state.validation.append(loss)
+            # The same random keys after every epoch.
+            loss = _mean_loss(maps, kept_out, settings, generator(settings.seed, layer, "validation"))
+            if loss < min(losses.validation, default=torch.inf):
+                best = maps.detach().clone()
+            losses.validation.append(loss)
+            if epoch - losses.validation.index(min(losses.validation)) >= settings.patience:
+                break
         else:
-            state.best = state.maps.clone()
-        if path is not None:
-            _write(path, state)
-    return state
+            best = maps.detach().clone()
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensor_files.write(path, KIND, asdict(losses), {"maps": best})
+    return best, losses
 
 
 def generator(*facts: object) -> torch.Generator:
@@ -91,22 +88,15 @@ def generator(*facts: object) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(number, "little"))
 
 
-def _start(capture: Capture, layer: int, settings: Settings) -> Learning:
-    """The initial state: both maps are the same uniform draw in +- 1 / sqrt(D)."""
-    shape = (1, capture.query_heads, capture.head_dim, settings.rank)
-    draw = torch.rand(shape, generator=generator(settings.seed, layer, "start")) * 2 - 1
-    maps = (draw * capture.head_dim**-0.5).repeat(1 if settings.shared else 2, 1, 1, 1)
-    return Learning(maps, maps.clone(), torch.zeros_like(maps), torch.zeros_like(maps))
-
-
 def _epoch(
-    state: Learning, calls: Sequence[AttentionInputs], layer: int, settings: Settings, done: Callable[[int], None]
-) -> None:
-    draw = generator(settings.seed, layer, "epoch", state.epoch)
-    maps = state.maps.requires_grad_()
-    adam = torch.optim.Adam([maps], lr=settings.lr)
-    moments = {"exp_avg": state.first_moment, "exp_avg_sq": state.second_moment}
-    adam.state[maps] = {"step": torch.tensor(float(state.steps)), **moments}
+    maps: Tensor,
+    adam: torch.optim.Adam,
+    calls: Sequence[AttentionInputs],
+    settings: Settings,
+    draw: torch.Generator,
+    done: Callable[[int], None],
+) -> float:
+    """One pass over all batches in random order; the mean loss of a query, each before its batch's step."""
     batches = [
         (call, slice(start, start + settings.batch))
         for call in calls
@@ -127,16 +117,12 @@ def _epoch(
             adam.zero_grad()
         total, queries = total + loss, queries + count
         done(len(range(len(call.query))[rows]))
-    state.maps = maps.detach()
-    kept = adam.state[maps]
-    state.first_moment, state.second_moment, state.steps = kept["exp_avg"], kept["exp_avg_sq"], int(kept["step"])
-    state.losses.append(total / max(1.0, queries))
+    return total / max(1.0, queries)
 
 
 @torch.no_grad()
-def _validation_loss(maps: Tensor, calls: Sequence[AttentionInputs], layer: int, settings: Settings) -> float:
-    """The mean loss on held-out calls, with the same random keys after every epoch."""
-    draw, total, queries = generator(settings.seed, layer, "validation"), 0.0, 0
+def _mean_loss(maps: Tensor, calls: Sequence[AttentionInputs], settings: Settings, draw: torch.Generator) -> float:
+    total, queries = 0.0, 0
     for call in calls:
         for piece in pieces(call, slice(None)):
             loss, count = _loss(maps, piece, settings, draw)
@@ -177,40 +163,17 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 
 
 def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
-    """A name from everything that the training of a layer depends on, except the number of epochs."""
+    """A name from everything that the training of a layer depends on."""
     facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
-    facts += [{**asdict(settings), "epochs": 0, "patience": 0, "sample": 0}, torch.__version__]
+    facts += [{**asdict(settings), "sample": 0}, torch.__version__]
     return f"layer-{layer:03d}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.safetensors"
 
 
-KIND = "fit"
-TENSORS = ("maps", "best", "first_moment", "second_moment")
-
-
-def _write(path: Path, state: Learning) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {"steps": state.steps, "losses": state.losses, "validation": state.validation}
-    tensor_files.write(path, KIND, numbers, {name: getattr(state, name) for name in TENSORS})
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """The header of a file."""
-
-    steps: int
-    losses: list[float]
-    validation: list[float]
-
-
-def _read(path: Path | None, capture: Capture, settings: Settings) -> Learning | None:
-    """The state in a file; None if there is no such file or it is damaged."""
-    if path is None:
-        return None
-    shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
+def _read(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Losses] | None:
+    """The maps in a file; None if there is no such file or it is damaged."""
     try:
-        facts, tensors = tensor_files.read(path, KIND)
-        numbers = build(_Numbers, facts)
-        tensor_files.check(tensors, dict.fromkeys(TENSORS, Form(shape, torch.float32)))
+        losses, tensors = tensor_files.read(path, KIND)
+        tensor_files.check(tensors, {"maps": Form(shape, torch.float32)})
+        return tensors["maps"], build(Losses, losses)
     except (OSError, ValueError):
         return None
-    return Learning(**tensors, steps=numbers.steps, losses=numbers.losses, validation=numbers.validation)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
+def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     """Weights with the same mean, at most d + 1 of them nonzero, on points that already had weight.
 
     Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round splits a row's n points into g > d + 1
@@ -20,8 +20,7 @@ def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
 
     Args:
         weights: (R, N) float64, non-negative.
-        points: (H, N, d) float64; duplicates and points in a common subspace are allowed.
-        head: (R,) integers, which of the H sets of points each row lives on.
+        points: (N, d) float64; duplicates and points in a common subspace are allowed.
 
     Returns:
         (R, N) with at most d + 1 nonzeros per row. Cost O(N d + d^3 log(N / d)) per row; memory O(N d) per row.
@@ -46,7 +45,7 @@ def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
             left = torch.cat([left, left.new_zeros(rows, pad)], 1)
         inside = left.view(rows, groups, size)
         mass = inside.sum(-1)
-        group_points = points[head[:, None], index].view(rows, groups, size, limit - 1)
+        group_points = points[index].view(rows, groups, size, limit - 1)
         means = (inside[..., None] * group_points).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
         reduced = _reduce(mass, means)
         kept = reduced.topk(limit, -1).indices.sort(-1).values

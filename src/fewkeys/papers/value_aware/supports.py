@@ -6,8 +6,8 @@ always the best for its indices (`refit`), so solvers only choose indices.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     a rank-one downdate. Returns, per size, indices and feasible weights to start a re-fit from.
     """
     count = rows.points.shape[0]
-    dense = caratheodory(rows.weights, rows.points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
+    dense = caratheodory(rows.weights, rows.points)
     weights, index = dense.topk(min(count, rows.points.shape[1] + 1), 1)
     active = weights > 0
     weights = weights / weights.sum(1, keepdim=True)
@@ -134,11 +134,6 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
 def eliminate(rows: Mixtures, r: int) -> Fit:
     """The elimination with r values left."""
     return refit(rows, *eliminations(rows, r)[r])
-
-
-def pairwise(rows: Mixtures, r: int) -> Fit:
-    """The r largest weights, then at most ten exchanges, while they help."""
-    return exchange(rows, oblivious(rows, r), rounds=10, tries=2)
 
 
 def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
@@ -207,63 +202,22 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     return best
 
 
-def search(rows: Mixtures, r: int, enumerate_up_to: int = 500) -> Fit:
+def search(rows: Mixtures, r: int) -> Fit:
     """The best of all solvers for every size up to r, each size starting from the previous one.
 
-    The candidates of size k are the best solutions of size k - 1 with one more slot, the elimination with k left, and
-    the k largest weights. `exchange` improves them, and the best go on to the next size, so the error never increases
-    with r. Few keys get more effort, since a bad local optimum costs more if a value has no near neighbours: if there
-    are at most `enumerate_up_to` supports, all are tried. With many keys only the best candidate is improved.
+    The candidates of size k are the solution of size k - 1 with one more slot, the elimination with k left, and the k
+    largest weights; `exchange` improves them, so the error never increases with r. With few keys, where a bad local
+    optimum costs more since a value has no near neighbours, every candidate is improved; with many only the best.
     """
-    few = rows.points.shape[0] <= 64
-    fits = [nearest(rows)]
-    eliminated = eliminations(rows, r)
+    fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
-        candidates = [extend(rows, fit) for fit in fits] + [oblivious(rows, size)]
+        candidates = [extend(rows, fit), oblivious(rows, size)]
         if size in eliminated:
             candidates.append(refit(rows, *eliminated[size]))
-        if few:
-            candidates = [exchange(rows, fit, rounds=4, tries=4) for fit in candidates]
-        else:
-            candidates = [exchange(rows, _leaders(candidates, 1)[0], rounds=2, tries=2)]
-        if math.comb(rows.points.shape[0], size) <= enumerate_up_to:
-            candidates.append(exhaustive(rows, size))
-        fits = _leaders(candidates, 3)
-    return fits[0]
-
-
-def exhaustive(rows: Mixtures, r: int) -> Fit:
-    """Every support of size r: optimal, for few keys. Cost C(N, r) re-fits per row."""
-    best = nearest(rows)
-    first, height = best.index, best.index.shape[0]
-    best = Fit(first.expand(-1, r), torch.nn.functional.pad(best.weights, (0, r - 1)), best.value)
-    combinations = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
-    for chosen in combinations.split(max(1, 8192 // height)):
-        # All rows with the first support, then all rows with the second, and so on.
-        repeated = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
-        index = chosen.repeat_interleave(height, 0)
-        # A row that sees none of these values uses its nearest value, which changes nothing.
-        blind = ~repeated.visible.gather(1, index).any(1, keepdim=True)
-        index = torch.where(blind, first.repeat(chosen.shape[0], 1), index)
-        distance = (repeated.points[index] - repeated.target[:, None]).square().sum(2)
-        closest = distance.masked_fill(~repeated.visible.gather(1, index), torch.inf).argmin(1)
-        fit = refit(repeated, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
-        value, best_support = fit.value.view(-1, height).min(0)
-        place = best_support * height + torch.arange(height, device=first.device)
-        best = better(best, Fit(index[place], fit.weights[place], value))
-    return best
-
-
-def _leaders(fits: list[Fit], width: int) -> list[Fit]:
-    """Row by row the `width` best fits, different ones first."""
-    value, order = torch.stack([fit.value for fit in fits]).sort(dim=0, stable=True)
-    repeated = torch.zeros_like(value, dtype=torch.bool)
-    repeated[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
-    rank = torch.where(repeated, torch.inf, value).sort(dim=0, stable=True).indices[:width]
-    value, order = value.gather(0, rank), order.gather(0, rank)
-    index, weights = torch.stack([fit.index for fit in fits]), torch.stack([fit.weights for fit in fits])
-    all_rows = torch.arange(order.shape[1], device=order.device)
-    return [Fit(index[o, all_rows], weights[o, all_rows], v) for o, v in zip(order, value, strict=True)]
+        if rows.points.shape[0] <= 64:
+            candidates = [exchange(rows, one, rounds=8, tries=4) for one in candidates]
+        fit = exchange(rows, reduce(better, candidates), rounds=2, tries=2)
+    return fit
 
 
 def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:

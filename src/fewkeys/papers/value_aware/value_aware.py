@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,16 +14,14 @@ from fewkeys.papers.value_aware import supports
 from fewkeys.papers.value_aware.caratheodory import caratheodory
 from fewkeys.papers.value_aware.supports import Fit, Mixtures
 
-Method = Literal["auto", "caratheodory", "nearest", "greedy", "eliminate", "pairwise", "exhaustive"]
+Method = Literal["auto", "greedy", "eliminate"]
 SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
     "auto": supports.search,
     "greedy": supports.greedy,
     "eliminate": supports.eliminate,
-    "pairwise": supports.pairwise,
-    "exhaustive": supports.exhaustive,
 }
-# The most float64 numbers in the largest tensors of one block of rows.
 BLOCK = 4_000_000
+"""The most float64 numbers in the largest tensors of one block of rows."""
 
 
 def value_aware(
@@ -37,8 +35,8 @@ def value_aware(
     - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem; `caratheodory`);
     - `r = 1`: exact, the value nearest to the output;
     - between: no fast exact method is known (the problem is NP-hard in general). "auto" is the best, row by row, of
-      greedy growth, elimination continued from the Caratheodory solution, and pairwise exchanges, with the weights
-      re-fitted exactly for every support tried; where there are at most 500 supports it tries them all.
+      greedy growth and of elimination continued from the Caratheodory solution, both improved by pairwise exchanges,
+      with the weights re-fitted exactly for every support tried.
 
     Whatever the method, the result is never worse than either form of `value_oblivious`; with "auto" the error never
     increases with r.
@@ -47,9 +45,7 @@ def value_aware(
         weights: (..., Nq, N), rows on the simplex (attention weights). Rows of zeros stay zero.
         values: (..., N, Dv); its leading dimensions broadcast to those of weights.
         r: largest number of nonzeros per row, at least 1.
-        method: "auto"; "caratheodory" (r >= rho + 1 only), "nearest" (r = 1 only), "exhaustive" (every support, at most
-            20 000), or one solver alone: "greedy", "eliminate", "pairwise". The three solvers and "exhaustive" leave
-            r = 1 and r >= rho + 1 to the exact methods.
+        method: "auto", or for the sizes between one solver alone: "greedy" or "eliminate".
         mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight. Default: every key, also
             those with weight zero, so give the causal or padding mask where there is one.
 
@@ -58,71 +54,52 @@ def value_aware(
         / Dv)); between, "auto" O(r (N Dv r + r^3)) times a constant near 20. Memory: the input and one block of rows.
 
     Raises:
-        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False, a
-            method that does not fit r.
+        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False, an
+            unknown method.
 
     Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3; Maalouf, Jubran, Feldman (arXiv
     1906.04705) for the exact case; Wolfe (1976) for the re-fit. The solvers between are ours.
     """
     check_count("r", r)
-    if method not in ("caratheodory", "nearest", *SOLVERS):
-        raise ValueError(
-            "method: expected 'auto', 'caratheodory', 'nearest', 'greedy', 'eliminate', 'pairwise' or 'exhaustive', "
-            f"got {method!r}"
-        )
+    if method not in get_args(Method):
+        raise ValueError(f"method: expected 'auto', 'greedy' or 'eliminate', got {method!r}")
     check_pair(weights, values)
-    visible = check_mask(mask, weights)
-    if method == "nearest" and r != 1:
-        raise ValueError(f"method: expected r = 1 with 'nearest', got r = {r}; use method='auto'")
-    result = torch.zeros_like(weights)
-    for head, points, out in _heads(weights, values, result):
-        count, rho = points.shape
-        if method == "caratheodory" and r < min(rho + 1, count):
-            raise ValueError(
-                f"r: expected at least {rho + 1} with method='caratheodory' (the values span {rho} dimensions), "
-                f"got {r}; use method='auto'"
-            )
-        if method == "exhaustive" and 1 < r <= rho and math.comb(count, r) > 20_000:
-            raise ValueError(
-                f"method: expected at most 20000 supports with 'exhaustive', got {math.comb(count, r)} "
-                f"({r} of {count}); use method='auto'"
-            )
-        exact = r > rho and method != "nearest"
-        for block in _blocks(weights[head], count * (rho + 1) if exact else 6 * count * min(r, rho) + 4 * rho * rho):
-            rows = _rows(weights[head][block], points, None if visible is None else visible[head][block])
-            live = rows.weights.sum(1) > 0
-            if not bool(live.any()):
-                continue
-            rows = rows.part(live)
-            if exact:
-                dense = caratheodory(rows.weights, points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
-            else:
-                dense = _solve(rows, r, method).dense(count)
-            # The sum is one in float64, so that only the final rounding moves a row off the simplex.
-            dense = dense / dense.sum(1, keepdim=True)
-            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], dense.to(out.dtype))
-    return result
-
-
-def _solve(rows: Mixtures, r: int, method: str) -> Fit:
-    if r == 1:
-        return supports.nearest(rows)
-    fit = SOLVERS[method](rows, r)
-    return supports.better(fit, supports.oblivious(rows, r))
-
-
-def _heads(weights: Tensor, values: Tensor, result: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
-    """Every head: its place, its values in the coordinates of their own plane (N, rho) float64, its part of result."""
+    visible = torch.ones_like(weights, dtype=torch.bool) if mask is None else check_mask(mask, weights)
     lead = weights.shape[:-2]
-    values = values.detach().expand(*lead, *values.shape[-2:])
-    places = (
-        torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in lead)).view(-1, len(lead)).tolist()
-        if lead
-        else [[]]
-    )
-    for place in places:
-        head = tuple(place)
-        yield head, plane_coordinates(values[head].double()), result[head]
+    values = values.detach().expand(*lead, *values.shape[-2:]).reshape(-1, *values.shape[-2:])
+    rows = weights.detach().reshape(-1, *weights.shape[-2:])
+    shown = visible.reshape(rows.shape)
+    result = [_of_head(*head, r, method) for head in zip(rows, values, shown, strict=True)]
+    return torch.stack(result).view(weights.shape)
+
+
+def _of_head(weights: Tensor, values: Tensor, visible: Tensor, r: int, method: Method) -> Tensor:
+    """The weights (Nq, N) of one head, block by block."""
+    points = plane_coordinates(values.double())
+    count, rho = points.shape
+    each = count * (rho + 1) if r > rho else 6 * count * min(r, rho) + 4 * rho * rho
+    parts = []
+    for part, seen in zip(*(rows.split(max(1, min(128, BLOCK // each))) for rows in (weights, visible)), strict=True):
+        live = part.sum(1) > 0
+        dense = torch.zeros_like(part, dtype=torch.float64)
+        if bool(live.any()):
+            dense[live] = _solve(part[live].double(), points, seen[live], r, method)
+        parts.append(dense.to(weights.dtype))
+    return torch.cat(parts)
+
+
+def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Method) -> Tensor:
+    weights = weights / weights.sum(1, keepdim=True)
+    if r > points.shape[1]:
+        dense = caratheodory(weights, points)
+    else:
+        rows = Mixtures(points, weights, weights @ points, visible)
+        fit = supports.nearest(rows)
+        if r > 1:
+            fit = supports.better(SOLVERS[method](rows, r), supports.oblivious(rows, r))
+        dense = fit.dense(points.shape[0])
+    # The sum is one in float64, so that only the final rounding moves a row off the simplex.
+    return dense / dense.sum(1, keepdim=True)
 
 
 def plane_coordinates(points: Tensor) -> Tensor:
@@ -140,21 +117,6 @@ def plane_coordinates(points: Tensor) -> Tensor:
     rho = max(1, int((sizes > floor).sum()))
     coordinates: Tensor = left[:, :rho] * sizes[:rho]
     return coordinates
-
-
-def _blocks(rows: Tensor, each: int) -> Iterator[slice]:
-    """Slices of one head's rows with at most `BLOCK` numbers at `each` numbers per row."""
-    step = max(1, min(128, BLOCK // max(1, each)))
-    for start in range(0, rows.shape[0], step):
-        yield slice(start, start + step)
-
-
-def _rows(weights: Tensor, points: Tensor, visible: Tensor | None) -> Mixtures:
-    weights = weights.detach().double()
-    total = weights.sum(1, keepdim=True)
-    weights = weights / torch.where(total > 0, total, 1.0)
-    chosen = torch.ones_like(weights, dtype=torch.bool) if visible is None else visible
-    return Mixtures(points, weights, weights @ points, chosen)
 
 
 def check_pair(weights: object, values: object) -> None:
@@ -196,10 +158,8 @@ def check_pair(weights: object, values: object) -> None:
         )
 
 
-def check_mask(mask: object, weights: Tensor) -> Tensor | None:
-    """The mask in the shape of weights, or None. Raises `ValueError` for a mask that hides weight."""
-    if mask is None:
-        return None
+def check_mask(mask: object, weights: Tensor) -> Tensor:
+    """The mask in the shape of weights. Raises `ValueError` for a mask that hides weight."""
     shape = tuple(weights.shape)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

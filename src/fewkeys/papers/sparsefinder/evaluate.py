@@ -1,0 +1,156 @@
+"""Scores of selectors against the gold graph of entmax heads, on captured sequences, beside controls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.core import metrics
+from fewkeys.core.graph import visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.papers.sparsefinder.groupings import Grouping
+from fewkeys.papers.sparsefinder.groups import Groups
+from fewkeys.papers.sparsefinder.patterns import EntmaxSupport, RandomEdges
+from fewkeys.papers.sparsefinder.sparsefinder import Sparsefinder
+from fewkeys.select import Selector, Window
+from fewkeys.tuning.score import problem_of
+
+
+@dataclass(frozen=True, eq=False)
+class GraphScores:
+    """The quality of a selector's edges in every head of a layer: means over the sequences, each (Hq,) float64.
+
+    recall: share of the gold edges that are kept. sparsity: share of the *visible* pairs that are not kept. exact:
+    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation and entropy: of its
+    `Groups`, NaN for a graph without groups.
+    """
+
+    recall: Tensor
+    sparsity: Tensor
+    exact: Tensor
+    slots: Tensor
+    computation: Tensor
+    entropy: Tensor
+
+    def means(self) -> dict[str, float]:
+        """The means over the heads."""
+        return {field.name: float(getattr(self, field.name).mean()) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """Means of `GraphScores` over layers, heads and sequences, None for a graph without groups.
+
+    `window` and `random`: the recall of a window and of random edges that keep as many keys per query.
+    """
+
+    name: str
+    space: str
+    recall: float
+    sparsity: float
+    exact: float
+    slots: float
+    computation: float | None
+    entropy: float | None
+    window: float
+    random: float
+
+
+def score_graphs(
+    capture: Capture, layer: int, selectors: Mapping[str, Selector], *, alpha: float = 1.5, seed: int = 0
+) -> dict[str, GraphScores]:
+    """Compare the edges of each selector with `EntmaxSupport(alpha)` in one layer of a capture.
+
+    Each sequence runs alone and without its padding. `seed`: for random selectors. Cost O(n^2 D), memory O(n^2) of
+    one sequence.
+    """
+    total: dict[str, list[Tensor]] = {name: [] for name in selectors}
+    for call in capture.calls(layer):
+        for sequence in _sequences(call):
+            gold = EntmaxSupport(alpha).select(problem_of(sequence)).to_mask()
+            for name, selector in selectors.items():
+                total[name].append(_scores(problem_of(sequence, seed), selector, gold))
+    return {name: GraphScores(*torch.stack(scores).mean(0).unbind(0)) for name, scores in total.items()}
+
+
+def judge(
+    finders: Mapping[str, Sparsefinder],
+    capture: Capture,
+    groupings: Sequence[Grouping],
+    *,
+    keep: Selector,
+    done: Callable[[int, int], None],
+) -> list[FitRow]:
+    """A row for every grouping in the space of every finder, united with `keep`, on all layers of `capture`.
+
+    `done(layers, of)` is called after every layer and pass.
+    """
+    alpha = next(iter(finders.values())).settings.alpha
+    steps = 0
+
+    def over_layers(selectors: Callable[[int], dict[str, Selector]]) -> dict[str, dict[str, float]]:
+        nonlocal steps
+        rows: dict[str, list[dict[str, float]]] = {}
+        for layer in range(capture.layers):
+            for name, scores in score_graphs(capture, layer, selectors(layer), alpha=alpha).items():
+                rows.setdefault(name, []).append(scores.means())
+            steps += 1
+            done(steps, 2 * capture.layers)
+        return {
+            name: {measure: sum(row[measure] for row in own) / len(own) for measure in own[0]}
+            for name, own in rows.items()
+        }
+
+    pairs = [(space, grouping) for space in finders for grouping in groupings]
+    predicted = over_layers(
+        lambda layer: {f"{space}/{rule.rule}": finders[space].selector(layer, rule) | keep for space, rule in pairs}
+    )
+    counts = {name: max(1, round(row["slots"])) for name, row in predicted.items()}
+    chance = over_layers(
+        lambda _: {
+            f"{kind.__name__}/{count}": kind(count) for count in set(counts.values()) for kind in (Window, RandomEdges)
+        }
+    )
+    rows = []
+    for space, grouping in pairs:
+        name = f"{space}/{grouping.rule}"
+        measures = {measure: None if math.isnan(value) else value for measure, value in predicted[name].items()}
+        window, random = (chance[f"{kind}/{counts[name]}"]["recall"] for kind in ("Window", "RandomEdges"))
+        rows.append(FitRow(grouping.rule, space, **measures, window=window, random=random))  # type: ignore[arg-type]
+    return rows
+
+
+def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
+    """Every sequence of a call alone, its real tokens only."""
+    for row in range(len(call.query)):
+        sequence = call.rows(slice(row, row + 1))
+        x = problem_of(sequence)
+        queries = x.valid_queries if sequence.query_mask is None else sequence.query_mask
+        query = sequence.query if queries is None else sequence.query[:, :, queries[0]]
+        keys = slice(None) if x.valid is None else x.valid[0]
+        key, value = sequence.key[:, :, keys], sequence.value[:, :, keys]
+        if query.shape[2] and key.shape[2]:
+            yield replace(sequence, query=query, key=key, value=value, key_mask=None, query_mask=None, gradient=None)
+
+
+def _scores(x: Inputs, selector: Selector, gold: Tensor) -> Tensor:
+    graph = selector.select(x)
+    mask = graph.to_mask()
+    seen = visible(x, 0, x.queries).expand_as(mask)
+    kept = mask.sum((-2, -1)).double()
+    none = torch.full_like(kept, math.nan)
+    groups = graph.extra if isinstance(graph.extra, Groups) else None
+    measures = (
+        metrics.recall(mask, gold),
+        1 - kept / seen.sum((-2, -1)),
+        metrics.exact_fraction(mask, gold),
+        kept / x.queries,
+        none if groups is None else groups.computation_sparsity(),
+        none if groups is None else groups.entropy(),
+    )
+    return torch.stack([value[0].double() for value in measures])

@@ -1,0 +1,109 @@
+"""Graphs beside the predicted ones: the gold graph, global tokens, and random edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.entmax import entmax
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_real
+from fewkeys.core.work import Work
+from fewkeys.papers.sparsefinder.groups import Groups
+from fewkeys.select.base import Counted, Selector
+from fewkeys.select.controls import uniform
+from fewkeys.select.rows import listed, query_blocks
+from fewkeys.select.top_k import score_blocks
+from fewkeys.select.window import Sinks
+
+
+@dataclass(frozen=True)
+class EntmaxSupport(Selector):
+    """(i, j) is an edge when `entmax_alpha(s_i)_j > 0`, s_i the scores of query i with all keys that it sees.
+
+    Attention by `Entmax(alpha)` over this graph, or any that contains it, equals that over all keys. alpha > 1; larger
+    alpha, fewer edges. Cost O(n^2 D), memory O(n + edges), since queries are processed in blocks.
+
+    Source: the gold graph of Sparsefinder (arXiv 2109.12188), section 3.1.
+    """
+
+    alpha: float = 1.5
+    is_oracle: ClassVar[bool] = True
+
+    causal = True
+
+    def __post_init__(self) -> None:
+        check_real("EntmaxSupport alpha", self.alpha, above=1.0)
+
+    def select(self, inputs: Inputs) -> Graph:
+        return listed(inputs, (entmax(scores, self.alpha) > 0 for _, scores in score_blocks(inputs)))
+
+    def covers(self, inputs: Inputs) -> bool:
+        return False
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(inputs.keys), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
+
+
+@dataclass(frozen=True)
+class GlobalTokens(Counted):
+    """(i, j) is an edge when i or j is among the first `count` real tokens.
+
+    `Sinks` has only the edges with such a j. In cross-attention, and for queries after a cache, query i counts as one
+    of the first tokens if its position is below `count`. Under causality the first tokens see their past only.
+    Cost O(n count).
+
+    Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
+    """
+
+    causal = True
+
+    def select(self, inputs: Inputs) -> Graph:
+        x, graph = inputs, Sinks(self.count).select(inputs)
+        if x.offset >= self.count:
+            return graph
+        first = (torch.arange(x.queries, device=x.query.device) + x.offset < self.count).expand(x.batch, -1)
+        if x.valid_queries is not None:
+            first = x.valid_queries & (x.valid_queries.cumsum(-1) <= self.count)
+        shape = (x.batch, x.query_heads, -1, -1)
+        query = torch.where(first, 0, -1)[:, None, :, None].expand(shape)
+        key = torch.zeros((1, 1, x.keys, 1), dtype=torch.int64, device=x.key.device).expand(shape)
+        return graph | Graph(x, extra=Groups(query, key, 1))
+
+    def work(self, inputs: Inputs) -> Work:
+        # As many rows as columns, spread over all queries.
+        return Work(self.count * (1.0 + inputs.keys / inputs.queries))
+
+
+@dataclass(frozen=True)
+class RandomEdges(Counted):
+    """Every query keeps `count` of the keys that it may see, drawn uniformly without replacement.
+
+    The control for edges as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
+    share their keys share the draw: a number for each pair, from the call's generator, of which the largest count.
+    Cost O(n^2); a control need not be fast.
+    """
+
+    is_oracle: ClassVar[bool] = True
+
+    causal = True
+
+    def select(self, inputs: Inputs) -> Graph:
+        return listed(inputs, self._masks(inputs))
+
+    def _masks(self, inputs: Inputs) -> Iterator[Tensor]:
+        x = inputs
+        for start, stop in query_blocks(x):
+            seen = visible(x, start, stop)
+            number = uniform(x, (x.batch, x.kv_heads, stop - start, x.keys)).masked_fill(~seen, -1.0)
+            top = number.topk(min(self.count, x.keys), -1).indices
+            drawn = torch.zeros_like(number, dtype=torch.bool).scatter_(-1, top, True) & seen
+            yield drawn.repeat_interleave(x.gqa_ratio, 1)
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), float(inputs.queries))
