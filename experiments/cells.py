@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from fewkeys.bench.machine import machine, versions
+from fewkeys.bench.machine import is_of_todays_plans, machine, versions
 from fewkeys.core.files import read_json, write_json
 
 Cell = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
@@ -32,8 +32,10 @@ def opened(folder: Path, file: str, rows: str = "cells", **settings: Any) -> dic
 def measure(cells: Iterable[Cell], results: dict[str, Any], folder: Path, file: str, **packages: str) -> None:
     """Measure the cells that `results` lacks. After each one, write the file and print a line.
 
-    `packages`: versions of other packages that take part.
+    `packages`: versions of other packages that take part. Raises `ValueError` where the file has cells of older plans.
     """
+    if results["cells"] and not is_of_todays_plans(results.get("versions", {})):
+        raise ValueError(f"--out: {folder} holds results of older plans; choose another folder, or remove {file}")
     measured = [cell["of"] for cell in results["cells"]]
     for of, judge in cells:
         if of in measured:

@@ -267,7 +267,7 @@ def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     assert main([*arguments, *choices, "--lengths", "1500", "--only", "retrieval", "report"]) == 0
     first = capsys.readouterr().out
     cells = json.loads((out / "results.json").read_text())["cells"]
-    assert len(cells) == 3 + 1 + 3 * 4
+    assert len(cells) == 3 + 1 + 3 * len(tasks.TASKS)
     assert first.count(" s)") == len(cells)
     assert (out / "figure.png").stat().st_size > 10_000
     assert "| **fewkeys 64** |" in (out / "table.md").read_text()
