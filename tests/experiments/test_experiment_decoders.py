@@ -266,7 +266,8 @@ def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
     assert main([*arguments, *choices, "--lengths", "1500", "--only", "retrieval", "report"]) == 0
     first = capsys.readouterr().out
-    cells = json.loads((out / "results.json").read_text())["cells"]
+    results = json.loads((out / "results.json").read_text())
+    cells = results["cells"]
     assert len(cells) == 3 + 1 + 3 * len(tasks.TASKS)
     assert first.count(" s)") == len(cells)
     assert (out / "figure.png").stat().st_size > 10_000
@@ -278,7 +279,8 @@ def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
     assert " s)" not in capsys.readouterr().out
     cells.pop(1)
-    (out / "results.json").write_text(json.dumps({"model": "model", "cells": cells}))
+    edited = {"model": "model", "cells": cells, "versions": results["versions"]}
+    (out / "results.json").write_text(json.dumps(edited))
     assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity"]) == 0
     assert capsys.readouterr().out.count(" s)") == 1
     assert main([*arguments, "--gguf", "another"]) == 2
@@ -287,6 +289,10 @@ def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     assert "NAME=FILE" in capsys.readouterr().err
     assert main([*arguments, "--lengths", "500000", "--only", "perplexity"]) == 2
     assert "longer text" in capsys.readouterr().err
+    edited["versions"] = results["versions"] | {"plans": "0.5 0.5 0.5 0.5"}
+    (out / "results.json").write_text(json.dumps(edited))
+    assert main([*arguments, "--lengths", "300", "--only", "perplexity"]) == 2
+    assert "older plans" in capsys.readouterr().err
 
 
 def test_int8_is_measured_beside_keys_that_are_held_as_they_come(folder, tmp_path):
