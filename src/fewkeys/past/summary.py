@@ -7,9 +7,8 @@ places, those are merged whose union moves the output least: Ward's cost
 
 the squared difference of scores and values, weighted by the attention that both may expect (w at least e^-8 of the
 largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
-Merging goes in rounds; in each, stand-ins join the partner of larger weight that costs least, the cheapest first, all
-at once: nearly as good as merging pair after pair, and a few matrix products. There are two: in the first, where keys
-are absorbed, only those join (others may be joined), half as many as must; in the second all may.
+Every second stand-in may join one of the others, in the order in which they came; the cheapest do, all at once: nearly
+as good as merging pair after pair, and one matrix product. A second round is needed only where more must go than half.
 
 A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -22,7 +21,7 @@ excess of a single key is zero whatever the queries become: a stand-in that neve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ class Summary(Fields):
         """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are absorbed; the others must be zero.
 
         `tilted`: weights and masses for softmax as above; otherwise t = 0, plain means of size-weighted keys.
-        Cost O((M + E)^2 (D + Dv)) per head.
+        Cost O((M + E)^2 (D + Dv) / 4) per head and round.
         """
         new = Summary(
             torch.cat([key, value], -1),
@@ -89,40 +88,55 @@ class Summary(Fields):
             real.to(key.dtype),
             RunningKeys.empty(key, value).add(key.detach(), value.detach(), real),
         )
-        metric = _Metric(self.seen + new.seen, queries, tilted)
-        surplus = (self.taken + new.taken - self.count).clamp_min(0)
-        both = _joined(_beside(self, new), surplus // 2, metric, self.count)
-        return _first(_joined(both, surplus - surplus // 2, metric), self.count)
+        summary = replace(_beside(self, new), seen=self.seen + new.seen)
+        metric = _Metric(summary.seen, queries, tilted)
+        if bool((summary.size == 0).any()):
+            summary = _in_order(summary, torch.arange(summary.count, device=key.device))
+        while bool((surplus := summary.taken - self.count).gt(0).any()):
+            summary = _joined(summary, surplus, metric)
+        rows, excess, size = (part[:, :, : self.count] for part in (summary.rows, summary.excess, summary.size))
+        return replace(summary, rows=rows.contiguous(), excess=excess, size=size)
 
 
 def _beside(one: Summary, other: Summary) -> Summary:
-    return Summary(
-        torch.cat([one.rows, other.rows], 2),
-        torch.cat([one.excess, other.excess], 2),
-        torch.cat([one.size, other.size], 2),
-        one.seen + other.seen,
+    return replace(
+        one,
+        rows=torch.cat([one.rows, other.rows], 2),
+        excess=torch.cat([one.excess, other.excess], 2),
+        size=torch.cat([one.size, other.size], 2),
     )
 
 
-def _first(summary: Summary, count: int) -> Summary:
-    """With `count` places, the first of which the stand-ins take, in their order; there are no more."""
-    order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
-    parts = summary.excess.gather(-1, order), summary.size.gather(-1, order)
-    return Summary(_take(summary.rows, order), *parts, summary.seen)
+def _in_order(summary: Summary, place: Tensor) -> Summary:
+    """The stand-ins by `place` (M,), the free places after them."""
+    is_free = summary.size == 0
+    order = place.expand_as(is_free).masked_fill(is_free, place.numel()).argsort(dim=-1, stable=True)
+    index = order.unsqueeze(-1).expand_as(summary.rows)
+    return replace(
+        summary,
+        rows=summary.rows.gather(-2, index),
+        excess=summary.excess.gather(-1, order),
+        size=summary.size.gather(-1, order),
+    )
 
 
 class _Metric:
     """How far apart stand-ins are, and how much attention they may expect."""
 
     def __init__(self, seen: RunningKeys, queries: QueryMoments, tilted: bool) -> None:
-        mean, value_mean, unit = seen.means()
-        self.queries, self.tilted, self.dim = queries, tilted, mean.shape[-1]
+        mean, value_mean, self.unit = seen.means()
         self.mean = torch.cat([mean, value_mean], -1)
-        second = queries.second
-        # Block diagonal: E[q q^T] for the keys, 1 / var(v) for the values.
-        self.form = second.new_zeros((*second.shape[:2], self.mean.shape[-1], self.mean.shape[-1]))
-        self.form[..., : self.dim, : self.dim] = second
-        self.form.diagonal(dim1=-2, dim2=-1)[..., self.dim :] = unit.squeeze(-1)
+        self.queries, self.tilted, self.dim = queries, tilted, mean.shape[-1]
+
+    def features(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of stand-ins (B, Hkv, M, D + Dv): x and `A x` (B, Hkv, M, D + Dv), and `x^T A x` (B, Hkv, M).
+
+        x is the stand-in less the mean of all keys and values; A is block diagonal, `E[q q^T]` for the keys and
+        1 / var(v) for the values.
+        """
+        centred = rows - self.mean
+        image = torch.cat([centred[..., : self.dim] @ self.queries.second, centred[..., self.dim :] * self.unit], -1)
+        return centred, image, (centred * image).sum(-1)
 
     def log_weight(self, rows: Tensor) -> Tensor:
         """`t g` of stand-ins (B, Hkv, M, D + Dv)."""
@@ -130,73 +144,52 @@ class _Metric:
             return rows.new_zeros(rows.shape[:-1])
         return TILT * self.queries.log_mean_exp((rows - self.mean)[..., : self.dim])
 
-    def ward(self, rows: Tensor, log_mass: Tensor) -> Tensor:
-        """The cost (B, Hkv, M, M) of joining row to column."""
-        top = log_mass.amax(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
-        lightness = (top - log_mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
-        right = rows - self.mean
-        left = right @ self.form
-        square = (left * right).sum(-1)
-        size = (rows.shape[0] * rows.shape[1], *rows.shape[2:])
-        cost = torch.baddbmm(square.view(-1, 1, size[1]), left.view(size), right.view(size).mT, alpha=-2)
-        cost = cost.view(*rows.shape[:3], -1).add_(square.unsqueeze(-1)).clamp_min_(0.0)
-        return cost.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
 
-
-def _joined(summary: Summary, joining: Tensor, metric: _Metric, first: int = 0) -> Summary:
-    """One round: `joining` (B, Hkv) of the stand-ins at places from `first` on join others and leave theirs free.
+def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
+    """One round: `surplus` (B, Hkv) of the stand-ins, or half of them all, join others and leave their places free.
 
     Every head by its own number: what happens in one never depends on another.
     """
-    if not bool(joining.any()):
-        return summary
+    # The first of each pair may join, the second may be joined.
+    first, second = slice(0, None, 2), slice(1, None, 2)
     with constants():
-        rows = summary.rows.detach()
-        log_mass = summary.excess + metric.log_weight(rows)
-        gone, valid, leader = _joins(rows, log_mass, joining, metric, first)
-        coefficient = (log_mass.gather(-1, gone) - log_mass.gather(-1, leader)).exp().masked_fill_(~valid, 0.0)
-        places = torch.arange(summary.count, device=gone.device)
-        into = (leader.unsqueeze(-2) == places.unsqueeze(-1)) & valid.unsqueeze(-2)  # (B, Hkv, M, J)
-        part = into * coefficient.unsqueeze(-2)
-        # The heaviest of those that meet has weight one.
-        total = 1 + part.sum(-1)
-        left = torch.zeros_like(summary.size, dtype=torch.bool).scatter(-1, gone, valid)
-        share = (~left).to(rows.dtype) / total
-        size = (summary.size + (into.to(rows.dtype) @ summary.size.gather(-1, gone).unsqueeze(-1)).squeeze(-1)) * ~left
-    moved = (part / total.unsqueeze(-1)) @ _take(summary.rows, gone)
-    merged = summary.rows * share.unsqueeze(-1) + moved
+        held = summary.rows.detach()
+        mass = summary.excess + metric.log_weight(held)
+        lightness = (mass.amax(-1, keepdim=True) - mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
+        centred, image, square = metric.features(held)
+        distance = square[..., first, None] + square[..., None, second]
+        distance = distance.sub_(2 * image[..., first, :] @ centred[..., second, :].mT).clamp_min_(0.0)
+        cost = distance.div_(lightness[..., first, None] + lightness[..., None, second])
+        # What has no number costs most, but joins: places must become free.
+        cost.nan_to_num_(*[torch.finfo(cost.dtype).max] * 2)
+        is_free = summary.size == 0
+        cost.masked_fill_(is_free[..., first, None] | is_free[..., None, second], math.inf)
+        least, partner = cost.min(-1)
+        rank = least.argsort(dim=-1, stable=True).argsort(-1)
+        joins = (rank < surplus.unsqueeze(-1)) & (least < math.inf)
+        # Weights relative to the heaviest of those that meet.
+        joining, joined = mass[..., first].masked_fill(~joins, -math.inf), mass[..., second]
+        top = joined.scatter_reduce(-1, partner, joining, "amax")
+        part = (joining - top.gather(-1, partner)).exp().masked_fill_(~joins, 0.0)
+        rest = (joined - top).exp().masked_fill_(is_free[..., second], 1.0)
+        total = rest.scatter_add(-1, partner, part)
+        part, rest = part / total.gather(-1, partner), rest / total
+        size, old = summary.size[..., second].scatter_add(-1, partner, summary.size[..., first] * joins), summary.excess
+    moved = summary.rows[..., first, :]
+    rows = summary.rows[..., second, :] * rest.unsqueeze(-1)
+    rows = rows.scatter_add(-2, partner.unsqueeze(-1).expand_as(moved), moved * part.unsqueeze(-1))
     with constants():
-        excess = log_mass + total.log() - metric.log_weight(merged.detach())
-        # Who met nobody keeps the excess to the last bit.
-        excess = torch.where(into.any(-1), excess, summary.excess).masked_fill_(left, -math.inf)
-    return Summary(merged, excess, size, summary.seen)
-
-
-def _joins(
-    rows: Tensor, log_mass: Tensor, joining: Tensor, metric: _Metric, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The `joining` (B, Hkv) stand-ins from `first` on that join another most cheaply, and whom each ends up with.
-
-    Returns places (B, Hkv, J), which of them count, and the places of the leaders (B, Hkv, J). Everyone may join one of
-    larger mass, of equal ones the earlier; so there is no circle, and leaders of leaders are found by jumping.
-    """
-    # From here on in the order of mass: who may be joined comes before.
-    order = log_mass.argsort(dim=-1, descending=True, stable=True)
-    log_mass = log_mass.gather(-1, order)
-    cost = metric.ward(_take(rows, order), log_mass)
-    after = torch.ones(cost.shape[-2:], dtype=torch.bool, device=cost.device).triu_()
-    least, partner = cost.masked_fill_(after, math.inf).min(-1)
-    # A free place joins nobody.
-    least = least.masked_fill_((log_mass == -math.inf) | (order < first), math.inf)
-    most = int(joining.max())
-    gone = least.argsort(dim=-1, stable=True)[..., :most]
-    valid = torch.arange(most, device=cost.device) < joining.unsqueeze(-1)
-    places = torch.arange(cost.shape[-1], device=cost.device).expand_as(partner)
-    into = places.scatter(-1, gone, torch.where(valid, partner.gather(-1, gone), gone))
-    for _ in range(most.bit_length()):
-        into = into.gather(-1, into)
-    return order.gather(-1, gone), valid, order.gather(-1, into.gather(-1, gone))
-
-
-def _take(rows: Tensor, order: Tensor) -> Tensor:
-    return rows.gather(-2, order.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+        # Where nobody joined, the excess stays to the last bit.
+        excess = top + total.log() - metric.log_weight(rows.detach())
+        excess = torch.where(size == summary.size[..., second], old[..., second], excess)
+    remaining = replace(
+        summary,
+        rows=moved,
+        excess=old[..., first].masked_fill(joins, -math.inf),
+        size=summary.size[..., first] * ~joins,
+    )
+    place = torch.arange(summary.count, device=joins.device)
+    return _in_order(
+        _beside(remaining, replace(summary, rows=rows, excess=excess, size=size)),
+        torch.cat([place[first], place[second]]),
+    )
