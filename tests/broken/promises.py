@@ -290,4 +290,32 @@ PROMISES = (
         "log.gather(-1, place) - log_sum.unsqueeze(-1) + 0.3",
         (Law("judging/test_error_bars", "bars_hold and half"), Law("judging/test_error_bars", "no_bias")),
     ),
+    Breakage(
+        "past: keys of the next step are absorbed",
+        "past/scan.py",
+        "evicted.at(step)",
+        "evicted.at(min(step + 1, evicted.steps - 1))",
+        (Law("parts/test_running_means", "sizes_count"),),
+    ),
+    Breakage(
+        "past: those that meet weigh alike",
+        "past/summary.py",
+        "part = (joining - top.gather(-1, partner)).exp()",
+        "part = (joining - joining).exp()",
+        (Law("parts/test_running_means", "absorbing"),),
+    ),
+    Breakage(
+        "past: who is joined keeps its own mass",
+        "past/summary.py",
+        "top + total.log() - metric",
+        "top - metric",
+        (Law("parts/test_running_means", "absorbing or halfway"),),
+    ),
+    Breakage(
+        "past: the dearest join first",
+        "past/summary.py",
+        "least.argsort(dim=-1, stable=True).argsort(-1)",
+        "least.where(least < math.inf, 0.0).argsort(dim=-1, descending=True, stable=True).argsort(-1)",
+        (Law("parts/test_running_means", "unlike"),),
+    ),
 )

@@ -73,6 +73,23 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
     torch.testing.assert_close(alone.excess, summary.excess[:1, 1:2])
 
 
+@pytest.mark.parametrize("place", range(13))
+def test_a_key_unlike_all_others_keeps_a_stand_in_of_its_own(place):
+    """12 keys lie near two centres, and one is far away: after merging to 8 it is still the key itself."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(1, 1, *shape, generator=g, dtype=torch.float64)
+
+    queries = RunningQueries.empty(draw(1, 4)).add(draw(1, 500, 4)).moments()
+    alike = draw(2, 4).repeat_interleave(6, 2)[:, :, torch.randperm(12, generator=g)] + 0.01 * draw(12, 4)
+    alone = alike.new_tensor([3.0, -3.0, 3.0, -3.0]).expand(1, 1, 1, 4)
+    rows = torch.cat([alike[:, :, :place], alone, alike[:, :, place:]], 2)
+    real = torch.ones(1, 1, 13, dtype=torch.bool)
+    summary = Summary.empty(8, rows, rows).absorb(rows, rows, real, queries, tilted=True)
+    assert (summary.key == alone).all(-1).any()
+
+
 def test_the_excess_makes_the_mass_right_halfway():
     """At the query t (m + C k), k the mean key, members and stand-in weigh the same, to first order in their spread."""
     g = torch.Generator().manual_seed(0)
