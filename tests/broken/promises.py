@@ -300,22 +300,22 @@ PROMISES = (
     Breakage(
         "past: those that meet weigh alike",
         "past/summary.py",
-        "part = (joining - top.gather(-1, partner)).exp()",
-        "part = (joining - joining).exp()",
+        "part = (mass - mass.gather(-1, partner)).exp()",
+        "part = (mass - mass).exp()",
         (Law("parts/test_running_means", "absorbing"),),
     ),
     Breakage(
         "past: who is joined keeps its own mass",
         "past/summary.py",
-        "top + total.log() - metric",
-        "top - metric",
+        "mass + total.log() - metric",
+        "mass - metric",
         (Law("parts/test_running_means", "absorbing or halfway"),),
     ),
     Breakage(
         "past: the dearest join first",
         "past/summary.py",
         "least.argsort(dim=-1, stable=True).argsort(-1)",
-        "least.where(least < math.inf, 0.0).argsort(dim=-1, descending=True, stable=True).argsort(-1)",
+        "least.where(least < math.inf, -1.0).argsort(dim=-1, descending=True, stable=True).argsort(-1)",
         (Law("parts/test_running_means", "unlike"),),
     ),
 )

@@ -75,7 +75,7 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
 
 @pytest.mark.parametrize("place", range(13))
 def test_a_key_unlike_all_others_keeps_a_stand_in_of_its_own(place):
-    """12 keys lie near two centres, and one is far away: after merging to 8 it is still the key itself."""
+    """12 keys lie near two centres, and one is far away: after merging to 3 it is still the key itself."""
     g = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -86,7 +86,7 @@ def test_a_key_unlike_all_others_keeps_a_stand_in_of_its_own(place):
     alone = alike.new_tensor([3.0, -3.0, 3.0, -3.0]).expand(1, 1, 1, 4)
     rows = torch.cat([alike[:, :, :place], alone, alike[:, :, place:]], 2)
     real = torch.ones(1, 1, 13, dtype=torch.bool)
-    summary = Summary.empty(8, rows, rows).absorb(rows, rows, real, queries, tilted=True)
+    summary = Summary.empty(3, rows, rows).absorb(rows, rows, real, queries, tilted=True)
     assert (summary.key == alone).all(-1).any()
 
 

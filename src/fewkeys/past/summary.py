@@ -7,8 +7,8 @@ places, those are merged whose union moves the output least: Ward's cost
 
 the squared difference of scores and values, weighted by the attention that both may expect (w at least e^-8 of the
 largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
-Every second stand-in may join one of the others, in the order in which they came; the cheapest do, all at once: nearly
-as good as merging pair after pair, and one matrix product. A second round is needed only where more must go than half.
+Each stand-in may join one of larger weight; the cheapest do, all at once, as many as must: nearly as good as merging
+pair after pair, and one matrix product.
 
 A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -80,7 +80,7 @@ class Summary(Fields):
         """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are absorbed; the others must be zero.
 
         `tilted`: weights and masses for softmax as above; otherwise t = 0, plain means of size-weighted keys.
-        Cost O((M + E)^2 (D + Dv) / 4) per head and round.
+        Cost O((M + E)^2 (D + Dv)) per head.
         """
         new = Summary(
             torch.cat([key, value], -1),
@@ -92,7 +92,8 @@ class Summary(Fields):
         metric = _Metric(summary.seen, queries, tilted)
         if bool((summary.size == 0).any()):
             summary = _in_order(summary, torch.arange(summary.count, device=key.device))
-        while bool((surplus := summary.taken - self.count).gt(0).any()):
+        surplus = (summary.taken - self.count).clamp_min(0)
+        if bool(surplus.any()):
             summary = _joined(summary, surplus, metric)
         rows, excess, size = (part[:, :, : self.count] for part in (summary.rows, summary.excess, summary.size))
         return replace(summary, rows=rows.contiguous(), excess=excess, size=size)
@@ -146,50 +147,39 @@ class _Metric:
 
 
 def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
-    """One round: `surplus` (B, Hkv) of the stand-ins, or half of them all, join others and leave their places free.
+    """With `surplus` (B, Hkv) of the stand-ins in others, their places free.
 
     Every head by its own number: what happens in one never depends on another.
     """
-    # The first of each pair may join, the second may be joined.
-    first, second = slice(0, None, 2), slice(1, None, 2)
+    place = torch.arange(summary.count, device=surplus.device)
     with constants():
-        held = summary.rows.detach()
-        mass = summary.excess + metric.log_weight(held)
+        held, old, is_free = summary.rows.detach(), summary.excess, summary.size == 0
+        mass = old + metric.log_weight(held)
         lightness = (mass.amax(-1, keepdim=True) - mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
         centred, image, square = metric.features(held)
-        distance = square[..., first, None] + square[..., None, second]
-        distance = distance.sub_(2 * image[..., first, :] @ centred[..., second, :].mT).clamp_min_(0.0)
-        cost = distance.div_(lightness[..., first, None] + lightness[..., None, second])
+        distance = square.unsqueeze(-1) + square.unsqueeze(-2)
+        distance = distance.sub_(2 * image @ centred.mT).clamp_min_(0.0)
+        cost = distance.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
         # What has no number costs most, but joins: places must become free.
         cost.nan_to_num_(*[torch.finfo(cost.dtype).max] * 2)
-        is_free = summary.size == 0
-        cost.masked_fill_(is_free[..., first, None] | is_free[..., None, second], math.inf)
+        one, other = mass.unsqueeze(-1), mass.unsqueeze(-2)
+        cost.masked_fill_((other < one) | ((other == one) & (place >= place.unsqueeze(-1))), math.inf)
         least, partner = cost.min(-1)
-        rank = least.argsort(dim=-1, stable=True).argsort(-1)
-        joins = (rank < surplus.unsqueeze(-1)) & (least < math.inf)
-        # Weights relative to the heaviest of those that meet.
-        joining, joined = mass[..., first].masked_fill(~joins, -math.inf), mass[..., second]
-        top = joined.scatter_reduce(-1, partner, joining, "amax")
-        part = (joining - top.gather(-1, partner)).exp().masked_fill_(~joins, 0.0)
-        rest = (joined - top).exp().masked_fill_(is_free[..., second], 1.0)
-        total = rest.scatter_add(-1, partner, part)
-        part, rest = part / total.gather(-1, partner), rest / total
-        size, old = summary.size[..., second].scatter_add(-1, partner, summary.size[..., first] * joins), summary.excess
-    moved = summary.rows[..., first, :]
-    rows = summary.rows[..., second, :] * rest.unsqueeze(-1)
-    rows = rows.scatter_add(-2, partner.unsqueeze(-1).expand_as(moved), moved * part.unsqueeze(-1))
+        least.masked_fill_(is_free, math.inf)
+        joins = least.argsort(dim=-1, stable=True).argsort(-1) < surplus.unsqueeze(-1)
+        # A leader may join another itself.
+        partner = torch.where(joins, partner, place)
+        for _ in range(summary.count.bit_length()):
+            partner = partner.gather(-1, partner)
+        # The heaviest of those that meet has weight one.
+        part = (mass - mass.gather(-1, partner)).exp().masked_fill_(is_free, 1.0)
+        total = torch.zeros_like(part).scatter_add(-1, partner, part)
+        size = torch.zeros_like(part).scatter_add(-1, partner, summary.size)
+        share = (part / total.gather(-1, partner)).unsqueeze(-1)
+    index = partner.unsqueeze(-1).expand_as(summary.rows)
+    rows = torch.zeros_like(summary.rows).scatter_add(-2, index, summary.rows * share)
     with constants():
         # Where nobody joined, the excess stays to the last bit.
-        excess = top + total.log() - metric.log_weight(rows.detach())
-        excess = torch.where(size == summary.size[..., second], old[..., second], excess)
-    remaining = replace(
-        summary,
-        rows=moved,
-        excess=old[..., first].masked_fill(joins, -math.inf),
-        size=summary.size[..., first] * ~joins,
-    )
-    place = torch.arange(summary.count, device=joins.device)
-    return _in_order(
-        _beside(remaining, replace(summary, rows=rows, excess=excess, size=size)),
-        torch.cat([place[first], place[second]]),
-    )
+        excess = mass + total.log() - metric.log_weight(rows.detach())
+        excess = torch.where(size == summary.size, old, excess).masked_fill_(size == 0, -math.inf)
+    return _in_order(replace(summary, rows=rows, excess=excess, size=size), place)
