@@ -1,4 +1,4 @@
-"""Rows of tokens: gathered, and in a stretch."""
+"""Rows of tokens: gathered, and in a stretch; and lists of marked ones."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def stretch(rows: Tensor, first: int, last: int) -> Tensor:
     before = min(max(-first, 0), last - first)
     after = last - first - before - inner.shape[-2]
     return pad(inner, (0, 0, before, after)) if before or after else inner
+
+
+def marked_places(marked: Tensor, least: int = 0) -> Tensor:
+    """The places of the true entries of every row of (..., N), ascending, in lists as long as the longest row needs,
+    and at least `least`; shorter lists end with places of other entries.
+    """
+    longest = max(least, int(marked.sum(-1).max()) if marked.numel() else 0)
+    return marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]

@@ -11,6 +11,7 @@ from torch import Tensor
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import cohorts, scan
@@ -180,8 +181,7 @@ def _attend(inputs: Inputs, rows: Tensor, kept: KeptKeys, weights: Weights) -> T
     used = torch.arange(width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)
     used = used.flatten(2)
     # In order of position, as one process lists them, and without the places in between.
-    index = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    index = index[..., : max(1, int(used.sum(-1).max()))]
+    index = marked_places(used, least=1)
     gathered = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
     return dispatch.attend(Problem(gathered, Graph(gathered, columns=columns), None, weights)).to(inputs.query.dtype)

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.inputs import Inputs, Shard
 from fewkeys.core.precision import working
+from fewkeys.core.rows import marked_places
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
@@ -62,8 +63,7 @@ def columns_of(
     used = used.permute(1, 2, 0, 3).flatten(2)
     inside = (position >= near.start) & (position < near.stop)
     index = torch.where(inside, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
-    order = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    order = order[..., : int(used.sum(-1).max())]
+    order = marked_places(used)
     return index.gather(-1, order), used.gather(-1, order)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import marked_places
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.select.base import Sharded
 
@@ -43,16 +44,10 @@ def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
     best = candidates.argsort(dim=-1, descending=True, stable=True)[..., :count]
     won = torch.zeros_like(candidates, dtype=torch.bool).scatter_(-1, best, True)
     parts = won.split([part.shape[0] for part in gathered], -1)
-    order = _listed(parts[comm.rank])
+    order = marked_places(parts[comm.rank])
     return KeptKeys(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
 
 
 def kept_of(marked: Tensor, comm: Communicator) -> KeptKeys:
     """The keys that the ranks mark, (B, Hkv, N_local) bool on each."""
-    return KeptKeys(_listed(marked), torch.stack(comm.all_gather(marked.sum(-1))))
-
-
-def _listed(marked: Tensor) -> Tensor:
-    """The positions of the marked entries (B, H, N), ascending and first in lists as long as the longest needs."""
-    longest = int(marked.sum(-1).max()) if marked.numel() else 0
-    return marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    return KeptKeys(marked_places(marked), torch.stack(comm.all_gather(marked.sum(-1))))

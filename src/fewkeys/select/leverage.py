@@ -10,6 +10,7 @@ from torch import Tensor
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
 from fewkeys.select.base import Selector, Sharded, shared_top
@@ -109,8 +110,7 @@ def _marked(inputs: Inputs, marked: Tensor) -> Graph:
     """All queries keep the marked keys (B, Hkv, Nk); lists are as long as the longest head needs."""
     if inputs.valid is not None:
         marked = marked & inputs.valid[:, None]
-    longest = max(1, int(marked.sum(-1).max()))
-    index = marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    index = marked_places(marked, least=1)
     return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import marked_places
 
 PART = 4
 """Samples have one in so many keys, within bounds."""
@@ -48,12 +48,11 @@ def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
     """
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
-    longest = max(1, int(sampled.sum(-1).max()))
     step = int(stride.max())
     if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
-        sampled = sampled[:, ::step][:, :longest]
+        sampled = sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))]
         return Subset(step, real=sampled), sampled
-    index = sampled.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
+    index = marked_places(sampled, least=1)
     sampled = sampled.gather(-1, index)
     return Subset(index=index, real=sampled), sampled
 
