@@ -3,11 +3,58 @@
 #pragma once
 #include "keys.h"
 #include "rows.h"
-#include "seeker.h"
 
 namespace fewkeys {
 
 constexpr int CHUNK = 32;  // keys that are looked at together
+
+// The smallest of some numbers: those below `end`, and the first `ties` of those that equal it.
+struct Smallest {
+  float end;
+  int64_t ties;
+
+  // The `rank` smallest of `count` numbers, in whole vectors. NaN becomes zero, infinity the largest number.
+  Smallest(float *x, int64_t count, int64_t rank) {
+    constexpr float MOST = std::numeric_limits<float>::max();
+    const int64_t full = round_up(count, LANES);
+    std::fill(x + count, x + full, x[0]);
+    vec least = broadcast(MOST), most = -least;
+    for (int64_t v = 0; v < full; v += LANES) {
+      vec own = load(x + v);
+      own = own == own ? own : vec{};
+      own = max(-max(-own, broadcast(-MOST)), broadcast(-MOST));
+      store(x + v, own);
+      least = -max(-least, -own), most = max(most, own);
+    }
+    std::fill(x + count, x + full, INFINITY);
+    float low = -max_of_lanes(-least), high = max_of_lanes(most);
+    // No more than `rank` are below `low`.
+    for (float middle; middle = 0.5f * low + 0.5f * high, low < middle && middle < high;) {
+      const int64_t below = count_below(x, full, middle);
+      if (below == rank) {
+        end = middle, ties = 0;
+        return;
+      }
+      (below < rank ? low : high) = middle;
+    }
+    end = count_below(x, full, high) <= rank ? high : low;
+    ties = rank - count_below(x, full, end);
+  }
+
+  // Whether the next number is one of them.
+  bool takes(float x) {
+    const bool is_end = x == end, is_one = (x < end) | (is_end & (ties > 0));
+    ties -= is_end;
+    return is_one;
+  }
+
+ private:
+  static int64_t count_below(const float *x, int64_t full, float end) {
+    ivec sum = {};
+    for (int64_t v = 0; v < full; v += LANES) sum -= load(x + v) < broadcast(end);
+    return sum_of_lanes(__builtin_convertvector(sum, vec));
+  }
+};
 
 // Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums of
 // rows; products with them are taken in the metric.
@@ -15,7 +62,7 @@ class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
-        most(round_up(2 * p.sample)), order(size), others(size), key(size), seeker(size), some(most * wide), by(most),
+        most(round_up(2 * p.sample)), order(size), others(size), score(round_up(size)), some(most * wide), by(most),
         half(most), along(wide), turned(wide), middle(wide), metric(wide * wide), square(wide * wide) {}
 
   void split(int64_t set) {
@@ -34,8 +81,7 @@ class Halver {
   const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr;
   std::vector<int32_t> order, others;
-  std::vector<uint64_t> key;
-  Seeker seeker;
+  aligned_vector<float> score;
   // The sampled rows, their products or weights, and those of a half; matrices are padded on both sides.
   aligned_vector<float> some, by, half, along, turned, middle, metric, square;
 
@@ -45,30 +91,28 @@ class Halver {
     while (real && own[real - 1] < 0) real--;
     if (real <= span / 2) return;
     look(own, span, real);
-    const uint64_t first = measure(own, real, span / 2);
+    measure(own, real);
+    Smallest left(score.data(), real, span / 2);
     // Rows of a half stay in their old order.
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
-      const bool below = key[i] < first;
+      const bool is_left = left.takes(score[i]);
       others[high] = own[low] = own[i];
-      low += below, high += !below;
+      low += is_left, high += !is_left;
     }
     std::copy_n(others.begin(), high, own + low);
   }
 
-  // Writes the keys of all rows, and returns the one of which `rank` are smaller.
-  uint64_t measure(const int32_t *own, int64_t real, int64_t rank) {
+  // The products of all rows with the direction.
+  void measure(const int32_t *own, int64_t real) {
     for (int64_t i = 0; i < real; i += FOUR) {
       const float *row[FOUR];
-      float found[FOUR];
       for (int r = 0; r < FOUR; r++) {
         row[r] = rows + own[std::min(i + r, real - 1)] * dim;
         prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
       }
-      four_dots(row, turned.data(), dim, found);
-      for (int r = 0; r < FOUR && i + r < real; r++) key[i + r] = sortable(found[r], i + r);
+      four_dots(row, turned.data(), dim, &score[i]);
     }
-    return seeker.seek(key.data(), real, rank, product(middle.data(), turned.data(), dim));
   }
 
   // What is multiplied with rows for their products with `along`.
@@ -127,17 +171,8 @@ class Halver {
 
   // half <- -1 for the `left` smallest of `count` products, of equal ones the first, and 0 for the others.
   void mark(int64_t count, int64_t left) {
-    for (int64_t j = 0; j < count; j++) by[j] = by[j] == by[j] ? by[j] : 0.0f;
-    for (int64_t v = 0; v < count; v += LANES) {
-      const vec own = load(&by[v]);
-      const ivec place = count_up() + int32_t(v);
-      ivec rank = {};
-      for (int64_t j = 0; j < count; j++) {
-        const vec other = broadcast(by[j]);
-        rank -= (other < own) | ((other == own) & (place > int32_t(j)));
-      }
-      store(&half[v], rank < int32_t(left) ? broadcast(-1.0f) : vec{});
-    }
+    Smallest smallest(by.data(), count, left);
+    for (int64_t j = 0; j < round_up(count, FOUR); j++) half[j] = -float(smallest.takes(by[j]));
   }
 
   // The means of the sets, and the covariance around them, of every `step`-th row of each.
@@ -192,7 +227,8 @@ class Choosing {
  public:
   explicit Choosing(const Best &p)
       : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)),
-        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), held(TILE * 2 * p.count) {}
+        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), room(round_up(2 * p.count)), lacking(TILE * room),
+        place(TILE * room) {}
 
   void choose(int64_t head, int64_t tile) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
@@ -208,13 +244,11 @@ class Choosing {
     }
     for (int i = 0; i < cohorts.count; i++) {
       shrink(i);
-      const uint64_t *own = &held[i * 2 * p.count];
       const int64_t to = ((head * p.cohorts) + tile * TILE + i) * p.count;
       for (int64_t s = 0; s < p.count; s++) {
         p.used[to + s] = s < many[i];
-        p.index[to + s] = p.used[to + s] ? (uint32_t)own[s] : 0;
+        p.index[to + s] = s < many[i] ? place[i * room + s] : 0;
       }
-      std::sort(p.index + to, p.index + to + many[i]);
     }
   }
 
@@ -225,9 +259,12 @@ class Choosing {
   aligned_vector<float> copy, score;
   static constexpr int64_t SOME_KEYS = 1024;  // the first ones
   static constexpr int HALVINGS = 10;
-  aligned_vector<uint64_t> held;  // of every cohort, the best keys so far, and as many more
-  int64_t many[TILE];             // how many these are
-  float least[TILE];              // what a score must pass; lanes of no cohort hold nothing
+  // Of every cohort, the best keys so far and as many more, in order: their scores, with the sign changed, and places.
+  const int64_t room;
+  aligned_vector<float> lacking;
+  aligned_vector<int32_t> place;
+  int64_t many[TILE];  // how many these are
+  float least[TILE];   // what a score must pass; lanes of no cohort hold nothing
 
   // The scores of CHUNK keys.
   void look(int64_t head, int64_t first, float *to) {
@@ -268,16 +305,23 @@ class Choosing {
       for (int v = 0; v < cohorts.used; v += LANES)
         for (uint32_t bits = bits_of(load(own + v) > load(least + v)); bits; bits &= bits - 1) {
           const int i = v + __builtin_ctz(bits);
-          held[i * 2 * p.count + many[i]++] = sortable(own[i], j);
-          if (many[i] == 2 * p.count) shrink(i);
+          lacking[i * room + many[i]] = -own[i], place[i * room + many[i]] = j;
+          if (++many[i] == room) shrink(i);
         }
   }
 
   void shrink(int i) {
     if (many[i] <= p.count) return;
-    uint64_t *own = &held[i * 2 * p.count], *last = own + p.count - 1;
-    std::nth_element(own, last, own + many[i], std::greater<uint64_t>());
-    many[i] = p.count, least[i] = number_of(*last >> 32);
+    float *own = &lacking[i * room];
+    int32_t *its = &place[i * room];
+    Smallest best(own, many[i], p.count);
+    least[i] = -best.end;
+    int64_t kept = 0;
+    for (int64_t j = 0; j < many[i]; j++) {
+      own[kept] = own[j], its[kept] = its[j];
+      kept += best.takes(own[j]);
+    }
+    many[i] = kept;
   }
 };
 

@@ -10,7 +10,21 @@ constexpr float ROUNDING = 1e-5f;
 struct Reach {
   int64_t begin;
   int count;
+
+  // Those of them that so many queries from `position` on reach.
+  template <int queries>
+  void of_some(const Near &p, int64_t position, int &low, int &high) const {
+    low = std::clamp<int64_t>(position - p.left - begin, 0, count);
+    high = std::clamp<int64_t>(position + queries + p.right - begin, low, count);
+  }
 };
+static inline Reach reach_of(const Near &p, int64_t first, int rows) {
+  const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
+  return {begin, int(std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin)};
+}
+static inline int64_t most_reached(const Near &p) {
+  return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
+}
 
 // What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
 // left and right factor of the first-order term. Places beyond the last key are zero.
@@ -41,11 +55,6 @@ class NearWeights {
   explicit NearWeights(const Near &p)
       : score(round_up(p.entries + p.means + p.rank, STEP) * TILE), near(round_up(most_reached(p), STEP) * TILE), p(p),
         count((p.means + 1) * TILE) {}
-
-  Reach reach_of(int64_t first, int rows) const {
-    const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-    return {begin, int(std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin)};
-  }
 
   // All but those of the first-order term.
   void weigh(Tile &tile, int64_t head, int64_t first, const Reach &reach) {
@@ -85,10 +94,6 @@ class NearWeights {
   const Near &p;
   aligned_vector<float> count;  // what every stand-in speaks for; one row more, which `Neighbours` writes
   const ivec lane = count_up();
-
-  static int64_t most_reached(const Near &p) {
-    return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
-  }
 
   void start_counts(const float *start) {
     for (int c = 0; c < p.means; c++)
@@ -173,7 +178,7 @@ class NearAttention {
     const int rows = std::min<int64_t>(TILE, p.queries - first);
     const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
     const int columns = p.entries + p.means + p.rank;
-    const Reach reach = weights.reach_of(first, rows);
+    const Reach reach = reach_of(p, first, rows);
     float *score = weights.score.data(), *near = weights.near.data();
     query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
     shared.dots(query, columns, score);
@@ -187,11 +192,7 @@ class NearAttention {
 
     mixed.clear();
     shared.mix(score, columns, rows, Everywhere(), mixed);
-    const auto reached = [&](int i, int &low, int &high) {
-      const int64_t from = first + p.offset - reach.begin + i;
-      low = std::clamp<int64_t>(from - p.left, 0, reach.count);
-      high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
-    };
+    const auto reached = [&](int i, int &low, int &high) { reach.of_some<SOME>(p, first + p.offset + i, low, high); };
     band.mix(near, reach.count, rows, reached, mixed);
     tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
                p.value_dim);

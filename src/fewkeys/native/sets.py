@@ -24,7 +24,7 @@ SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
     *("columns.h", "matrix.h", "neighbours.h", "near.h", "near_cohorts.h", "blocks.h"),
     *("keys.h", "frame.h", "lloyd.h", "extent.h"),
-    *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
+    *("rows.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
     *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
 )
 FLAGS = (
