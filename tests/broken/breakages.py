@@ -77,15 +77,15 @@ BREAKAGES = (
     Breakage(
         "causal edge of the shared list",
         NEAR,
-        "p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;",
-        "p.causal ? std::clamp<int64_t>(place - position - 1, 0, TILE) : 0;",
+        "p.causal ? std::clamp<int64_t>(p.place[entry] - position, 0, TILE) : 0;",
+        "p.causal ? std::clamp<int64_t>(p.place[entry] - position - 1, 0, TILE) : 0;",
         (CAUSAL, AGREE),
     ),
     Breakage(
         "fillings of the shared list are seen",
         NEAR,
-        "const int low = place >= p.keys ? TILE :",
-        "const int low = place > p.keys ? TILE :",
+        "tile.show(&score[c * TILE], lane, p.used[entry] ? low : TILE, TILE);",
+        "tile.show(&score[c * TILE], lane, low, TILE);",
         (AGREE, PADDED),
     ),
     Breakage(
@@ -119,22 +119,22 @@ BREAKAGES = (
     Breakage(
         "cohorts: all query heads ask as the first of their key head",
         "native/near_cohorts.h",
-        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place",
-        "const int64_t head = h / p.cohorts * p.asking, place",
+        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, at",
+        "const int64_t head = h / p.cohorts * p.asking, at",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists hold keys of the first head",
         NEAR,
-        "copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place)",
-        "copy_rows(p.key.at<T>(b, 0, none ? 0 : place)",
+        "copy_rows(p.key.at<T>(b, h / p.cohorts, place)",
+        "copy_rows(p.key.at<T>(b, 0, place)",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists are those of the first cohort",
         "native/near_cohorts.h",
-        "shared[c].read(first / p.heads, first % p.heads + c);",
-        "shared[c].read(first / p.heads, first % p.heads);",
+        "if (held != head) shared.read(b, h), held = head;",
+        "if (held != head) shared.read(b, h - h % p.cohorts), held = head;",
         (COHORTS,),
     ),
     Breakage(
@@ -147,7 +147,7 @@ BREAKAGES = (
     Breakage(
         "neighbours: keys of the cohort's list count twice",
         NEIGHBOURS,
-        "if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;",
+        "if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;",
         ";",
         (AROUND,),
     ),
@@ -362,10 +362,10 @@ BREAKAGES = (
         (EMPTY,),
     ),
     Breakage(
-        "cohorts: of equal numbers the last row comes first",
+        "cohorts: of equal numbers one fewer comes first",
         "native/cohorts.h",
-        "key[i + r] = sortable(found[r], i + r);",
-        "key[i + r] = sortable(found[r], real - i - r);",
+        "is_one = (x < end) | (is_end & (ties > 0));",
+        "is_one = (x < end) | (is_end & (ties > 1));",
         (SPLITS,),
     ),
     Breakage(
@@ -390,10 +390,10 @@ BREAKAGES = (
         (PREPARED,),
     ),
     Breakage(
-        "the middle of many numbers: where a bin is full, that of the next",
-        "native/seeker.h",
-        "for (; rank >= many[its]; its++) rank -= many[its];",
-        "for (; rank > many[its]; its++) rank -= many[its];",
+        "the smallest of many numbers: one too many",
+        "native/cohorts.h",
+        "if (below == rank) {",
+        "if (below == rank + 1) {",
         (SPLITS,),
     ),
     Breakage(

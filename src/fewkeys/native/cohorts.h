@@ -67,7 +67,7 @@ class Halver {
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim;
-    for (int64_t d = 0; d < dim; d++) std::copy_n(p.metric + (set * dim + d) * dim, dim, &metric[d * wide]);
+    measure_keys(set / p.heads, set % p.heads);
     for (int64_t i = 0; i < size; i++) order[i] = i < p.rows_each ? i : -1;
     for (int64_t span = size; span > size / p.count; span /= 2)
       for (int64_t begin = 0; begin < size; begin += span) cut(&order[begin], span);
@@ -81,6 +81,7 @@ class Halver {
   const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr;
   std::vector<int32_t> order, others;
+  std::vector<const float *> key;  // rows that are looked at
   aligned_vector<float> score;
   // The sampled rows, their products or weights, and those of a half; matrices are padded on both sides.
   aligned_vector<float> some, by, half, along, turned, middle, metric, square;
@@ -101,6 +102,35 @@ class Halver {
       low += is_left, high += !is_left;
     }
     std::copy_n(others.begin(), high, own + low);
+  }
+
+  // The metric.
+  void measure_keys(int64_t b, int64_t h) {
+    const uint8_t *real = p.real ? p.real + b * p.keys : nullptr;
+    std::fill(middle.begin(), middle.end(), 0.0f), std::fill(metric.begin(), metric.end(), 0.0f);
+    key.clear();
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) key.push_back(p.key.at<float>(b, h, j));
+    for (const float *row : key) add(middle.data(), row, 1.0f, dim);
+    for (float &x : middle) x /= std::max<size_t>(1, key.size());
+    add_products(key.data(), key.size(), middle.data(), metric);
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t e = 0; e < d; e++) metric[d * wide + e] = metric[e * wide + d];
+  }
+
+  // Adds the products of rows around their mean, on the diagonal and right of it.
+  void add_products(const float *const *row, int64_t count, const float *mean, aligned_vector<float> &sums) {
+    for (int64_t begin = 0; begin < count; begin += p.sample) {
+      const int few = std::min(p.sample, count - begin);
+      for (int j = 0; j < few; j++) {
+        copy_rows(row[begin + j], 0, 1, dim, wide, &some[j * wide]);
+        add(&some[j * wide], mean, -1.0f, dim);
+      }
+      for (int64_t d = 0; d < wide; d += SOME) {
+        const int64_t from = d / FILL * FILL;
+        mix(&some[from], wide, few, wide - from, &some[d], wide, &sums[d * wide + from], wide);
+      }
+    }
   }
 
   // The products of all rows with the direction.
@@ -184,24 +214,18 @@ class Halver {
       const int32_t *own = &order[c * each];
       float *mean = p.mean + (set * p.count + c) * dim;
       std::fill_n(mean, dim, 0.0f);
-      int64_t real = 0;
-      for (int64_t i = 0; i < each && own[i] >= 0; i += p.step, real++) add(mean, rows + own[i] * dim, 1.0f, dim);
-      for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<int64_t>(1, real);
-      all += real;
-      for (int64_t begin = 0; begin < real; begin += p.sample) {
-        const int count = std::min(p.sample, real - begin);
-        for (int j = 0; j < count; j++) {
-          float *row = &some[j * wide];
-          std::fill_n(std::copy_n(rows + own[(begin + j) * p.step] * dim, dim, row), wide - dim, 0.0f);
-          add(row, mean, -1.0f, dim);
-        }
-        for (int64_t d = 0; d < wide; d += SOME)
-          mix(some.data(), wide, count, wide, &some[d], wide, &square[d * wide], wide);
-      }
+      key.clear();
+      for (int64_t i = 0; i < each && own[i] >= 0; i += p.step) key.push_back(rows + own[i] * dim);
+      for (const float *row : key) add(mean, row, 1.0f, dim);
+      for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<size_t>(1, key.size());
+      add_products(key.data(), key.size(), mean, square);
+      for (int64_t d = 0; d < dim; d++) mean[d] *= p.scale;
+      all += key.size();
     }
-    const float rows_seen = std::max<int64_t>(1, all);
+    const float unit = p.scale * p.scale / std::max<int64_t>(1, all);
+    float *within = p.within + set * dim * dim;
     for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < dim; e++) p.within[(set * dim + d) * dim + e] = square[d * wide + e] / rows_seen;
+      for (int64_t e = d; e < dim; e++) within[d * dim + e] = within[e * dim + d] = unit * square[d * wide + e];
   }
 };
 
@@ -226,20 +250,48 @@ template <class T>
 class Choosing {
  public:
   explicit Choosing(const Best &p)
-      : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)),
+      : p(p), dim(p.dim), form(dim * dim), lanes(dim * TILE), turned(dim * TILE), cohorts(dim), copy(CHUNK * round_up(dim)),
         score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), room(round_up(2 * p.count)), lacking(TILE * room),
         place(TILE * room) {}
 
-  void choose(int64_t head, int64_t tile) {
+  // The offsets of a tile of keys from their products with a cohort's mean query to their scores. `far`: the largest
+  // distance of the head.
+  void weigh(int64_t head, int64_t tile, float far, float *offset) {
+    const int64_t b = head / p.heads, h = head % p.heads, first = tile * TILE, at = head * p.keys + first;
+    const int count = std::min<int64_t>(TILE, p.keys - first);
+    if (held != head) read_form(head);
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
+    for (int d = 0; d < dim; d++)
+      for (int v = 0; v < TILE; v += LANES) {
+        float *x = &lanes[d * TILE + v];
+        store(x, load(x) - p.middle[head * dim + d]);
+      }
+    for (int d = 0; d < dim; d += ROWS)
+      dots(&form[d * dim + d], dim, std::min(ROWS, dim - d), dim - d, &lanes[d * TILE], &turned[d * TILE]);
+    float distance[TILE], variance[TILE], sum[TILE];
+    std::fill(std::copy_n(p.distance + at, count, distance), distance + TILE, 1.0f);
+    const vec least = broadcast(std::max(p.near * far, std::numeric_limits<float>::min()));
+    count_multiply_adds((dim + 1) * TILE);
+    for (int v = 0; v < TILE; v += LANES) {
+      vec half = {};
+      for (int d = 0; d < dim; d++) half += load(&lanes[d * TILE + v]) * load(&turned[d * TILE + v]);
+      store(variance + v, half), store(sum + v, half + p.power * logarithm(max(load(distance + v), least)));
+    }
+    std::copy_n(variance, count, p.half_variance + at), std::copy_n(sum, count, offset + at);
+    for (int i = 0; p.real && i < count; i++)
+      if (!p.real[b * p.keys + first + i]) offset[at + i] = -INFINITY;
+  }
+
+  void choose(int64_t head, int64_t tile, const float *offset) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
     std::fill_n(least, TILE, -INFINITY), std::fill_n(many, TILE, 0);
     const int64_t some = std::min(p.keys, SOME_KEYS);
-    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, &score[first * TILE]);
+    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, offset, &score[first * TILE]);
     raise(some);
     std::fill(least + cohorts.count, least + TILE, INFINITY);
     for (int64_t first = 0; first < some; first += CHUNK) take(&score[first * TILE], first);
     for (int64_t first = some; first < p.keys; first += CHUNK) {
-      look(head, first, score.data());
+      look(head, first, offset, score.data());
       take(score.data(), first);
     }
     for (int i = 0; i < cohorts.count; i++) {
@@ -255,6 +307,8 @@ class Choosing {
  private:
   const Best &p;
   const int dim;
+  aligned_vector<float> form, lanes, turned;  // x^T form x = x^T W x / 2, upper triangular
+  int64_t held = -1;                          // the head whose form this is
   CohortLanes cohorts;
   aligned_vector<float> copy, score;
   static constexpr int64_t SOME_KEYS = 1024;  // the first ones
@@ -266,8 +320,16 @@ class Choosing {
   int64_t many[TILE];  // how many these are
   float least[TILE];   // what a score must pass; lanes of no cohort hold nothing
 
+  void read_form(int64_t head) {
+    held = head;
+    const float *within = p.within + head * dim * dim;
+    for (int d = 0; d < dim; d++)
+      for (int e = 0; e < dim; e++)
+        form[d * dim + e] = e < d ? 0.0f : within[d * dim + e] * (e == d ? 0.5f : 1.0f);
+  }
+
   // The scores of CHUNK keys.
-  void look(int64_t head, int64_t first, float *to) {
+  void look(int64_t head, int64_t first, const float *offset, float *to) {
     const int64_t b = head / p.heads, h = head % p.heads, rows = std::min<int64_t>(CHUNK, p.keys - first);
     int64_t stride = p.key.row;
     const float *key = floats(p.key.at<T>(b, h, first), stride, rows, dim, round_up(dim), copy.data());
@@ -275,7 +337,7 @@ class Choosing {
     count_multiply_adds(rows * cohorts.used);
     for (int v = 0; v < cohorts.used; v += LANES)
       for (int j = 0; j < rows; j++)
-        store(to + j * TILE + v, load(to + j * TILE + v) + p.offset[head * p.keys + first + j]);
+        store(to + j * TILE + v, load(to + j * TILE + v) + offset[head * p.keys + first + j]);
   }
 
   // Halves the range of the first scores until few more than `count` of them pass `least`: most others are never held.
@@ -327,9 +389,22 @@ class Choosing {
 
 template <class T>
 static void best(const Best &p, int threads) {
-  const int64_t tiles = (p.cohorts + TILE - 1) / TILE;
-  const auto choose = [&](Choosing<T> &choosing, int64_t i) { choosing.choose(i / tiles, i % tiles); };
-  in_parallel(threads, p.batch * p.heads * tiles, [&] { return Choosing<T>(p); }, choose);
+  const int64_t heads = p.batch * p.heads;
+  aligned_vector<float> offset(heads * p.keys), far(heads);
+  const auto measure = [&](Choosing<T> &, int64_t head, int64_t) {
+    const uint8_t *real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+    far[head] = 0.0f;
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) far[head] = std::max(far[head], p.distance[head * p.keys + j]);
+  };
+  const auto weigh = [&](Choosing<T> &choosing, int64_t head, int64_t tile) {
+    choosing.weigh(head, tile, far[head], offset.data());
+  };
+  const auto choose = [&](Choosing<T> &choosing, int64_t head, int64_t tile) {
+    choosing.choose(head, tile, offset.data());
+  };
+  in_phases(threads, heads, p.keys <= PIECE, [&] { return Choosing<T>(p); }, Phase{1, measure},
+            Phase{(p.keys + TILE - 1) / TILE, weigh}, Phase{(p.cohorts + TILE - 1) / TILE, choose});
 }
 
 }  // namespace fewkeys

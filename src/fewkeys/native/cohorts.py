@@ -6,40 +6,43 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, alike, struct
+from fewkeys.native.tensors import KernelArgs, Rows, alike, dense, struct
 
 
 def halve(
-    rows: Tensor, metric: Tensor, count: int, *, step: int, sample: int, power: int, refine: int
+    rows: Tensor, key: Tensor, real: Tensor | None, count: int, *, scale: float, **steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Places (R, count, M), means (R, count, F) and covariance (R, F, F) of float32 rows (R, m, F): what
-    `sketch.cohorts.split`, from about `sample` rows of a set in so many steps, and `sketch.cohorts.described` promise.
+    """Places (B, H, count, M), means (B, H, count, F) and covariance (B, H, F, F) of float32 rows (B, H, m, F), times
+    the scale: what `sketch.halves.split` and `described` promise. The metric is that of keys (B, H, M', F), of which
+    `real` (B, M') count.
     """
-    sets, many, dim = rows.shape
-    place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
-    output = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
-    held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **output}
-    sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
-    steps = {"sample": sample, "power": power, "refine": refine}
-    call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
-    return output["place"], output["mean"], output["within"]
+    batch, heads, many, dim = rows.shape
+    sets, key = rows.shape[:2], dense(key)
+    place = torch.empty((*sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
+    output = {"place": place, "mean": rows.new_empty((*sets, count, dim)), "within": rows.new_empty((*sets, dim, dim))}
+    held = {"rows": rows.contiguous(), "real": None if real is None else real.contiguous(), **output}
+    sizes = {"sets": batch * heads, "heads": heads, "rows_each": many, "keys": key.shape[2], "dim": dim, "count": count}
+    call("fewkeys_halve", struct("Halves")(key=Rows.of(key), **held, **sizes, **steps, scale=scale))
+    return place, output["mean"], output["within"]
 
 
-def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` keys of largest `mean_h . key_j + offset_j` of every cohort, mean (B, H', H, D), offset (B, H', N):
-    places (B, H', H, count), in order, and which of them are used.
+def best(
+    key: Tensor, facts: dict[str, Tensor | None], count: int, *, near: float, power: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best keys of every cohort: places (B, H', H, count), in order, which of them are used, and half the
+    variance of every key's scores (B, H', N): what `select.outliers` promises. `facts`: the fields that `Best` of
+    `problems.h` reads, by name.
     """
-    (key,), mean, offset = alike(key), mean.contiguous(), offset.contiguous()
+    (key,), held = alike(key), _dense(facts)
     batch, heads, keys, dim = key.shape
+    mean = held["mean"]
     shape = (*mean.shape[:3], count)
-    index, used = (
-        torch.empty(shape, dtype=torch.int64, device="cpu"),
-        torch.empty(shape, dtype=torch.uint8, device="cpu"),
-    )
-    addresses = {"mean": mean, "offset": offset, "index": index, "used": used}
+    index, used = (torch.empty(shape, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.bool))
+    half_variance = mean.new_empty(key.shape[:3])
+    held |= {"index": index, "used": used, "half_variance": half_variance}
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
-    call("fewkeys_best", struct("Best")(key=Rows.of(key), **addresses, **sizes), key.dtype)
-    return index, used.bool()
+    call("fewkeys_best", struct("Best")(key=Rows.of(key), **held, **sizes, near=near, power=power), key.dtype)
+    return index, used, half_variance
 
 
 def tilt(

@@ -27,15 +27,15 @@ static inline int64_t most_reached(const Near &p) {
 }
 
 // What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
-// left and right factor of the first-order term. Places beyond the last key are zero.
+// left and right factor of the first-order term. Entries of no key are zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
   const int64_t head = b * (p.heads / p.gqa_ratio) + h;
   for (int64_t c = 0; c < p.entries; c++, key += deep, value += wide) {
     const int64_t place = p.place[head * p.entries + c];
-    const bool none = place >= p.keys;
-    copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.dim, deep, key);
-    copy_rows(p.value.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.value_dim, wide, value);
+    const bool used = p.used[head * p.entries + c];
+    copy_rows(p.key.at<T>(b, h / p.cohorts, place), 0, 1, used ? p.dim : 0, deep, key);
+    copy_rows(p.value.at<T>(b, h / p.cohorts, place), 0, 1, used ? p.value_dim : 0, wide, value);
   }
   copy_rows(p.mean_key + head * p.means * p.dim, p.dim, p.means, p.dim, deep, key);
   copy_rows(p.mean_value + head * p.means * p.value_dim, p.value_dim, p.means, p.value_dim, wide, value);
@@ -127,9 +127,9 @@ class NearWeights {
 
   void look_at_list(Tile &tile, int64_t head, int64_t position) {
     for (int c = 0; c < p.entries; c++) {
-      const int64_t place = p.place[head * p.entries + c];
-      const int low = place >= p.keys ? TILE : p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;
-      tile.show(&score[c * TILE], lane, low, TILE);
+      const int64_t entry = head * p.entries + c;
+      const int low = p.causal ? std::clamp<int64_t>(p.place[entry] - position, 0, TILE) : 0;
+      tile.show(&score[c * TILE], lane, p.used[entry] ? low : TILE, TILE);
     }
   }
 

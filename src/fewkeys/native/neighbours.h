@@ -39,12 +39,12 @@ struct Surroundings {
     top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
     if (p.means) label.assign(p.label + keys, p.label + keys + p.keys);
     for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t *own = p.order + (first + h) * p.queries, *place = p.place + (first + h) * p.entries;
+      const int64_t *own = p.order + (first + h) * p.queries, list = (first + h) * p.entries;
       for (int64_t i = 0; i < p.queries; i++)
         if (own[i] >= 0) cohort[own[i]] = h;
       if (p.hidden) std::copy_n(p.hidden + keys, p.keys, &hidden[h * p.keys]);
       for (int64_t c = 0; c < p.entries; c++)
-        if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;
+        if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;
     }
   }
 

@@ -20,7 +20,8 @@ struct Rows {
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 struct Near {
   Rows query, key, value, out;
-  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
+  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand
+  const uint8_t *used;                     // the same: zero for entries of no key
   const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;      // (B Hkv, means)
@@ -117,21 +118,27 @@ struct Clustered {
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
-  const float *metric;  // (sets, dim, dim)
+  Rows key;             // float, (B, Hkv, keys, dim), sets = B Hkv: their products around their mean are the metric
+  const uint8_t *real;  // (B, keys): which of them count; null: all
   int64_t *place;       // (sets, rows_each padded to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
-  int64_t sets, rows_each, dim, count, step, sample, power, refine;
+  int64_t sets, heads, rows_each, keys, dim, count, step, sample, power, refine;
+  float scale;          // of the rows, in what describes the parts
 };
 
-// The best keys of every cohort: `fewkeys.sketch.tilted.best`.
+// The best keys of every cohort: `fewkeys.select.outliers`.
 struct Best {
   Rows key;
-  const float *mean;    // (B Hkv, H, D)
-  const float *offset;  // (B Hkv, Nk)
-  int64_t *index;       // (B Hkv, H, S)
-  uint8_t *used;        // (B Hkv, H, S)
+  const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D)
+  const float *middle;         // (B Hkv, D): the mean key
+  const float *distance;       // (B Hkv, Nk): squared, of a key from its centre
+  const uint8_t *real;         // (B, Nk); null: all are
+  float *half_variance;        // (B Hkv, Nk): k^T W k / 2
+  int64_t *index;              // (B Hkv, H, S)
+  uint8_t *used;               // (B Hkv, H, S)
   int64_t batch, heads, keys, dim, cohorts, count;
+  float near, power;           // the least distance, of the largest; the power of distances
 };
 
 // Sums over clusters as every cohort sees them: `fewkeys.sketch.tilted.Tilted`.

@@ -66,15 +66,14 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        fields = values.items()
-        super().__init__(**{name: self._address(name, x) if isinstance(x, Tensor) else x for name, x in fields})
-
-    def _address(self, name: str, tensor: Tensor) -> int:
-        """The address of a tensor. Read as another dtype, it would give numbers that look like any others."""
-        expected = _POINTED.get(self.kinds[name])
-        if expected is not None and tensor.dtype not in expected:
-            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {tensor.dtype}")
-        return tensor.data_ptr()
+        for name, x in values.items():
+            if isinstance(x, Tensor):
+                # Read as another dtype, it would give numbers that look like any others.
+                expected = _POINTED.get(self.kinds[name])
+                if expected is not None and x.dtype not in expected:
+                    raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {x.dtype}")
+                values[name] = x.data_ptr()
+        super().__init__(**values)
 
 
 @lru_cache

@@ -85,7 +85,7 @@ def near(
     tensors["hidden"] = None if graph.band is None else graph.hidden
     sizes = _common(x, output) | {"cohorts": 1}
     if columns is not None:
-        tensors["place"] = columns.index.masked_fill(~columns.used, x.keys)
+        tensors |= {"place": columns.index, "used": columns.used}
         if columns.place is not None:
             tensors["order"] = columns.place
             sizes |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
