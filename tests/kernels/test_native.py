@@ -450,11 +450,13 @@ def test_the_largest_entries(bad, dtype):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_the_rows_of_every_head_side_by_side(dtype):
     rows = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in SHAPES["grouped"].draw(dtype=dtype)]
-    for copy, part in zip(native.by_head(*rows), rows, strict=True):
+    sizes, copies = native.by_head(*rows)
+    assert sizes == native.largest(*rows)
+    for copy, part in zip(copies, rows, strict=True):
         assert copy.is_contiguous()
         assert not part.is_contiguous()
         assert torch.equal(copy, part)
-    assert all(part.requires_grad for part in native.by_head(*(part.requires_grad_() for part in rows)))
+    assert all(part.requires_grad for part in native.by_head(*(part.requires_grad_() for part in rows))[1])
 
 
 def test_whole_plans_with_and_without():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import Rows as TensorRows
 from fewkeys.core.validation import largest_entries
 from fewkeys.native.build import call
 from fewkeys.native.tensors import DTYPES, Rows, dense, readable, struct, wants_gradient
@@ -23,20 +24,19 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     return _look(query, key, value, {})
 
 
-def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Such rows with those of every head side by side in memory.
+def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
+    """`largest`, and such rows with those of every head side by side in memory, unless gradients are needed.
 
     Models have those of all heads of a token side by side. The kernel reads them in this order; torch copies head by
     head, and once a tensor is larger than the cache, it waits for memory at every row.
     """
     rows = query, key, value
     if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
-        return tuple(part.contiguous() for part in rows)
+        return largest(*rows), rows
     sizes = [part.numel() for part in rows]
     parts = _scratch(sum(sizes), query.dtype).split(sizes)
     copies = {name: part.view(own.shape) for name, part, own in zip(_COPIES, parts, rows, strict=True)}
-    _look(query, key, value, copies)
-    return tuple(copies.values())
+    return _look(query, key, value, copies), (copies["query_copy"], copies["key_copy"], copies["value_copy"])
 
 
 _COPIES = ("query_copy", "key_copy", "value_copy")

@@ -113,9 +113,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     return Cohorts(place, mean, within, filled)
 
 
-def _split(
-    inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """`place`, `mean` and W of the rows (B, H, m, D), all real; `real` (B, M): which of the keys (B, H, M, D) are.
 
     G (B, H, D, D) is a metric: `(q - q')^T G (q - q')` is the sum, over these keys, of squared differences of scores.
