@@ -311,7 +311,7 @@ class Choosing {
   int64_t held = -1;                          // the head whose form this is
   CohortLanes cohorts;
   aligned_vector<float> copy, score;
-  static constexpr int64_t SOME_KEYS = 1024;  // the first ones
+  static constexpr int64_t SOME_KEYS = 2048;  // the first ones
   static constexpr int HALVINGS = 10;
   // Of every cohort, the best keys so far and as many more, in order: their scores, with the sign changed, and places.
   const int64_t room;
