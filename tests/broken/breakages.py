@@ -57,7 +57,7 @@ TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
 AROUND = Law("02_impls_agree", "executors_agree_on_the_same_problem and cohorts")
 
-NEAR, BLOCKS, NEIGHBOURS = "native/near.h", "native/blocks.h", "native/neighbours.h"
+NEAR, NEIGHBOURS = "native/near.h", "native/neighbours.h"
 
 BREAKAGES = (
     Breakage(
@@ -236,13 +236,6 @@ BREAKAGES = (
         (AGREE,),
     ),
     Breakage(
-        "means of the past without the bias of their size",
-        "native/tile.h",
-        "load(score + c * TILE + v) * scale + bias[c];",
-        "load(score + c * TILE + v) * scale + 0.0f * bias[c];",
-        (AGREE, ONCE),
-    ),
-    Breakage(
         "exponential without its last coefficient",
         "native/lanes.h",
         "p = p * r + 0.166665211f;",
@@ -262,34 +255,6 @@ BREAKAGES = (
         "into[d * pitch + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;",
         "into[d * pitch + i] = 0.0f * (i < count ? to_float(rows[i][d]) * scale : 0.0f);",
         (ODD,),
-    ),
-    Breakage(
-        "blocks: causal edge of a list",
-        BLOCKS,
-        "p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);",
-        "p.causal ? std::clamp<int64_t>(place[c] - position - 1, 0, TILE) : 0, TILE);",
-        (CAUSAL, AGREE),
-    ),
-    Breakage(
-        "blocks: the last visible key is cut off",
-        BLOCKS,
-        "place[seen - 1] > position + rows - 1) seen--;",
-        "place[seen - 1] > position + rows - 2) seen--;",
-        (AGREE,),
-    ),
-    Breakage(
-        "blocks: they begin at the first query, not at multiples of their size",
-        BLOCKS,
-        "const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;",
-        "const int64_t begin = block * p.size;",
-        (AGREE,),
-    ),
-    Breakage(
-        "blocks: only the first query head of a key head",
-        BLOCKS,
-        "for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)",
-        "for (int64_t g = h * p.gqa_ratio; g < h * p.gqa_ratio + 1; g++)",
-        (AGREE,),
     ),
     Breakage(
         "gradients: none through stand-ins that a kernel has read",

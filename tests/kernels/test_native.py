@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from cases import PLANS, SHAPES, Shape
+from cases import PLANS, SHAPES
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs, largest_entries
@@ -339,14 +339,6 @@ def test_products_of_many_keys():
     assert torch.equal(sums, native.label_sums(k, v, label, share, 7))
     want = ((k - middle).double() * share.unsqueeze(-1)).mT @ v.double()
     torch.testing.assert_close(products.double(), want, rtol=1e-4, atol=1e-3)
-
-
-def test_means_by_blocks_without_lists_are_an_error():
-    """They must not return memory that no kernel has written."""
-    x = check_inputs(*Shape(is_causal=True).draw(dtype=torch.float32), is_causal=True)
-    made = prepare(x, fk.Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(4)))
-    with pytest.raises(ValueError, match=r"^graph: expected lists by blocks, got none$"):
-        forward.attend(replace(made, graph=replace(made.graph, columns=None)))
 
 
 def test_sums_of_many_keys():

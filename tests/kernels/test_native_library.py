@@ -124,21 +124,13 @@ def test_attention_is_counted(counting):
     assert native.counters()["multiply_adds"] == 32 * 32 * (8 + 1 + 1 + 16)
 
 
-@pytest.mark.parametrize(
-    ("plan", "is_causal", "most"),
-    [
-        (fk.budget(64), False, 4.5),
-        (fk.budget(64, is_causal=True, memory="constant"), True, 4.5),
-    ],
-    ids=["encoder", "constant memory"],
-)
-def test_arithmetic_and_memory_grow_linearly(counting, plan, is_causal, most):
+def test_arithmetic_and_memory_grow_linearly(counting):
     """Law 9 for compiled code: four times the tokens, at most a little more than four times the work."""
     actual = []
     for tokens in (2048, 8192):
         q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
         native.counters()
-        fk.attention(q, k, v, plan=plan, is_causal=is_causal, impl="native")
+        fk.attention(q, k, v, plan=fk.budget(64), impl="native")
         actual.append(native.counters())
     for name in ("multiply_adds", "bytes"):
-        assert 0 < actual[1][name] < most * actual[0][name], (name, actual)
+        assert 0 < actual[1][name] < 4.5 * actual[0][name], (name, actual)

@@ -57,18 +57,6 @@ struct LaneProducts {
       value = floats(values, value_stride, count, value_dim, wide, copy.data() + count * dim);
     }
 
-    void gather(const T *keys, int64_t key_pitch, const T *values, int64_t value_pitch, const int64_t *place,
-                int count) {
-      key_stride = dim, value_stride = wide;
-      make_room(count);
-      float *to_key = copy.data(), *to_value = to_key + count * dim;
-      key = to_key, value = to_value;
-      for (int i = 0; i < count; i++, to_key += dim, to_value += wide) {
-        copy_rows(keys + place[i] * key_pitch, 0, 1, dim, dim, to_key);
-        copy_rows(values + place[i] * value_pitch, 0, 1, value_dim, wide, to_value);
-      }
-    }
-
     // Inner products (count, TILE) of the first `count` keys.
     void dots(const Queries &query, int count, float *score) const {
       fewkeys::dots(key, key_stride, count, dim, query.lanes.data(), score);

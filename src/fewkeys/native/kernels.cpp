@@ -1,6 +1,5 @@
 // What the library exports: every kernel, and what its loader calls. One translation unit, so that the products that
 // all kernels share are compiled once.
-#include "blocks.h"
 #include "cohort_means.h"
 #include "cohorts.h"
 #include "extent.h"
@@ -29,7 +28,6 @@ namespace fewkeys {
   }
 
 EXPORT_BY_PRODUCTS(attend, Near)
-EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
@@ -73,7 +71,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   if (!strcmp(name, #type)) return sizeof(type)
   SIZE_OF(Rows);
   SIZE_OF(Near);
-  SIZE_OF(Blocks);
   SIZE_OF(Extents);
   SIZE_OF(Survey);
   SIZE_OF(Sums);

@@ -186,12 +186,6 @@ struct AmxProducts {
       take([=](int i) { return keys + i * key_pitch; }, [=](int i) { return values + i * value_pitch; }, count);
     }
 
-    void gather(const bf16 *keys, int64_t key_pitch, const bf16 *values, int64_t value_pitch, const int64_t *place,
-                int count) {
-      take([=](int i) { return keys + place[i] * key_pitch; }, [=](int i) { return values + place[i] * value_pitch; },
-           count);
-    }
-
     __attribute__((noinline)) void dots(const Queries &query, int count, float *score) const {
       written(query.pairs.data());
       for (int c = 0; c < count; c += STEP) {

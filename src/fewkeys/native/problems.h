@@ -39,17 +39,6 @@ struct Near {
   float scale;
 };
 
-// Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
-struct Blocks {
-  Rows query, key, value, out;
-  Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
-  const float *bias;          // (B Hkv, blocks, M), -inf for none
-  const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
-  // Blocks are of positions; the first is that of the first query.
-  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
-  float scale;
-};
-
 struct Survey {
   Rows key, value;
   // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the

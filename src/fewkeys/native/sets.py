@@ -22,7 +22,7 @@ COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
 HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
-    *("columns.h", "matrix.h", "neighbours.h", "near.h", "near_cohorts.h", "blocks.h"),
+    *("columns.h", "matrix.h", "neighbours.h", "near.h", "near_cohorts.h"),
     *("keys.h", "frame.h", "lloyd.h", "extent.h"),
     *("rows.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
     *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),

@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
 `native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
-band; `native/blocks.h`: lists and means of the past by blocks.
+band.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
-from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import CohortStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
@@ -40,39 +38,9 @@ def attend(problem: Problem) -> Tensor:
     # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
-    if not problem.by_block:
-        args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
-        call("fewkeys_attend", args, x.query.dtype)
-    elif graph.columns is None:
-        raise ValueError("graph: expected lists by blocks, got none")
-    else:
-        states = stand_ins.states if isinstance(stand_ins, BlockStandIns) else None
-        args, _also_alive = blocks(x, graph.columns, states, output)
-        call("fewkeys_attend_blocks", args, x.query.dtype)
+    args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
+    call("fewkeys_attend", args, x.query.dtype)
     return output
-
-
-def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[KernelArgs, tuple[Tensor, ...]]:
-    """The kernel's arguments, and tensors that must live as long."""
-    place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
-    rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
-    bias, means = None, 0
-    if states is not None:
-        rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
-    mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    args = struct("Blocks")(
-        **_common(x, output),
-        bias=bias,
-        place=place,
-        mean_key=Rows.of(mean_key),
-        mean_value=Rows.of(mean_value),
-        blocks=columns.blocks,
-        # A single list serves all queries.
-        size=columns.size if columns.blocks > 1 else x.queries + x.offset,
-        entries=place.shape[3],
-        means=means,
-    )
-    return args, (place, rows, *(() if bias is None else (bias,)))
 
 
 def near(
