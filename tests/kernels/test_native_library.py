@@ -105,17 +105,6 @@ def test_sums_are_counted(counting):
     assert native.counters() == {"multiply_adds": 0, "bytes": 0}
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_statistics_are_counted(counting, threads):
-    """Products with an upper triangular form, ROWS of it at a time, the mean query and the squares, tile by tile."""
-    key, tiles, dim = torch.randn(2, 3, 96, 4), 2 * 3 * 3, 4
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    native.statistics(key, torch.randn(2, 3, dim + 1, dim), torch.randn(2, 3, dim + 1, 1))
-    torch.set_num_threads(before)
-    assert native.counters()["multiply_adds"] == tiles * 32 * (dim * dim + dim + dim)
-
-
 def test_attention_is_counted(counting):
     """One tile that sees itself: scores, masks, weights and sums of 32 keys for 32 queries, values filled up to 16."""
     q, k, v = torch.randn(3, 1, 1, 32, 8)

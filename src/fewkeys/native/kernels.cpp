@@ -30,7 +30,6 @@ namespace fewkeys {
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
-EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
 EXPORT_BY_DTYPE(best, Best)
@@ -72,7 +71,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Rows);
   SIZE_OF(Near);
   SIZE_OF(Extents);
-  SIZE_OF(Survey);
   SIZE_OF(Sums);
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);

@@ -39,21 +39,6 @@ struct Near {
   float scale;
 };
 
-struct Survey {
-  Rows key, value;
-  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
-  // mean key. Null: not asked.
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
-  float *spread, *importance;  // (B Hkv, Nk)
-  // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
-  const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
-  float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
-  int64_t *label;                  // (B Hkv, Nk): the first that attains it
-  const float *middle;             // (B Hkv, Dv); null: not asked
-  float *square;                   // (B Hkv, Nk): |v - middle|^2
-  int64_t batch, heads, keys, dim, value_dim, count;
-};
-
 struct Sums {
   Rows key, value;
   const int64_t *label;  // (B Hkv, Nk)
@@ -88,10 +73,12 @@ struct Framed {
 struct Lloyd {
   Rows key, value;             // (B, Hkv, M, D or Dv)
   const uint8_t *real;         // (B, M); null: all are
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
+  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
+  // mean key.
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
   const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
   float *importance;           // (B Hkv, C)
-  float *centre, *constant;    // as those of `Survey`
+  float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C): of keys and values side by side
   int64_t batch, heads, keys, dim, value_dim, count, steps;
   float tilt, lowest;
 };
@@ -99,9 +86,11 @@ struct Lloyd {
 // The clusters of all keys, around centres from some of them.
 struct Clustered {
   Lloyd sample;
-  Survey all;
-  float *distance;  // (B Hkv, Nk)
-  float near;       // of a squared distance from the mean: the least from a centre
+  Rows key, value;
+  int64_t *label;                         // (B Hkv, Nk): the first cluster of the largest x . centre + constant
+  float *distance, *spread, *importance;  // (B Hkv, Nk)
+  int64_t keys;
+  float near;  // of a squared distance from the mean: the least from a centre
 };
 
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
