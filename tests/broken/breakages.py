@@ -98,8 +98,8 @@ BREAKAGES = (
     Breakage(
         "key head of a query head, by the remainder",
         NEAR,
-        "const int64_t shared_head = h / p.gqa_ratio, head",
-        "const int64_t shared_head = h % (p.heads / p.gqa_ratio), head",
+        "const int64_t key_head = h / p.gqa_ratio, head",
+        "const int64_t key_head = h % (p.heads / p.gqa_ratio), head",
         (AGREE, ALONE),
     ),
     Breakage(
@@ -294,8 +294,8 @@ BREAKAGES = (
     Breakage(
         "every tile multiplies with its band as often as there are tiles of keys",
         NEAR,
-        "band.dots(query, reach.count, near);",
-        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query, reach.count, near);",
+        "band.dots(query.data(), reach.count, weights.near.data());",
+        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query.data(), reach.count, weights.near.data());",
         (WORK,),
     ),
     Breakage(

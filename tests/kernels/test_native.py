@@ -456,7 +456,7 @@ def test_whole_plans_with_and_without():
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("name", [str(one) for one in sets.possible()])
 def test_every_instruction_set_gives_the_same(name, dtype, monkeypatch):
-    """Up to rounding; in bfloat16 on a matrix unit that of the weights, too."""
+    """Up to rounding."""
     tensors = SHAPES["grouped"].draw(dtype=dtype)
     usual = fk.attention(*tensors, plan=MEANS[0], impl="native")
     monkeypatch.setenv(sets.FORCED, name)

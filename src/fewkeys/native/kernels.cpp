@@ -21,13 +21,8 @@ namespace fewkeys {
   FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
     return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); });  \
   }
-#define EXPORT_BY_PRODUCTS(name, Args)                                                         \
-  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
-    return outcome_of(                                                                         \
-        [=] { with_products(is_bf16, [=](auto with) { name<decltype(with)>(*p, threads); }); }); \
-  }
 
-EXPORT_BY_PRODUCTS(attend, Near)
+EXPORT_BY_DTYPE(attend, Near)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(label_sums, Sums)

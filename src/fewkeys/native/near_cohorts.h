@@ -36,11 +36,12 @@ class Scattered {
   T *to[TILE];
 };
 
-template <class Products>
+template <class T>
 class CohortAttention {
  public:
   explicit CohortAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), weights(p), shared(p), scattered(p), neighbours(p) {}
+      : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p), scattered(p),
+        neighbours(p) {}
 
   // The queries of a cohort, counted through all sequences, from the place `first` on. Where there is a band, what they
   // attend to is kept, else it is the output.
@@ -51,8 +52,8 @@ class CohortAttention {
     if (has_band(p)) around.expect(scattered.row, rows);
     if (held != head) shared.read(b, h), held = head;
     const int columns = p.entries + p.means + p.rank;
-    query.set(scattered.query, rows);
-    shared.columns.dots(query, columns, weights.score.data());
+    to_lanes(scattered.query, rows, p.dim, 1.0f, query.data());
+    shared.columns.dots(query.data(), columns, weights.score.data());
 
     Tile tile(p.scale);
     weights.weigh_cohort(tile, head, [&](float *mass) {
@@ -60,32 +61,30 @@ class CohortAttention {
     });
     weights.weigh_first_order(head);
 
-    mixed.clear();
-    shared.columns.mix(weights.score.data(), columns, rows, Everywhere(), mixed);
-    if (has_band(p)) return around.keep(tile, mixed.rows(), scattered.row, rows);
-    tile.write(mixed.rows(), round_up(p.value_dim), scattered.out.data(), p.value_dim, rows, p.value_dim);
+    std::fill(mixed.begin(), mixed.end(), 0.0f);
+    shared.columns.mix(weights.score.data(), columns, rows, mixed.data());
+    if (has_band(p)) return around.keep(tile, mixed.data(), scattered.row, rows);
+    tile.write(mixed.data(), round_up(p.value_dim), scattered.out.data(), p.value_dim, rows, p.value_dim);
     scattered.scatter(rows);
   }
 
  private:
   const Near &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
+  aligned_vector<float> query, mixed;
   NearWeights weights;
-  Shared<Products> shared;
+  Shared<T> shared;
   int64_t held = -1;  // the cohort that `shared` is of
-  Scattered<typename Products::Number> scattered;
+  Scattered<T> scattered;
   Neighbours neighbours;
 };
 
 // A unit is a key head of a sequence.
-template <class Products>
+template <class T>
 static void attend_cohorts(const Near &p, int threads) {
   const int64_t units = p.batch * p.heads / p.cohorts, tiles = (p.queries + TILE - 1) / TILE;
   const int64_t band_tiles = has_band(p) ? (p.asked + TILE - 1) / TILE * p.asking : 0;
-  typedef BandAttention<typename Products::Number> Band;
-  typedef CohortAttention<Products> Attention;
+  typedef BandAttention<T> Band;
+  typedef CohortAttention<T> Attention;
   const auto read = [&](Surroundings &around, int64_t unit) {
     if (has_band(p)) around.read(p, unit * p.cohorts);
   };
@@ -122,9 +121,9 @@ static void attend_cohorts(const Near &p, int threads) {
   }
 }
 
-template <class Products>
+template <class T>
 static void attend(const Near &p, int threads) {
-  p.order ? attend_cohorts<Products>(p, threads) : attend_near<Products>(p, threads);
+  p.order ? attend_cohorts<T>(p, threads) : attend_near<T>(p, threads);
 }
 
 }  // namespace fewkeys

@@ -26,9 +26,8 @@ _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding.
 
-    Scores and sums are float32 whatever the input's dtype. Where the processor multiplies bfloat16 on a matrix unit,
-    bfloat16 inputs are: then weights and stand-ins are rounded to bfloat16, each by 2^-8 of itself at most. Cost
-    O(n (slots + tile) (D + Dv)); nothing but the output is stored.
+    Scores and sums are float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is
+    stored.
     """
     inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     if graph.scan is not None:
