@@ -22,10 +22,6 @@ pytestmark = needs_compiler
 HERE = Path(build.__file__).parent
 
 
-DECLARED = re.findall(r"^struct (\w+) \{", (HERE / "problems.h").read_text(), re.MULTILINE)
-STRUCTS = [tensors.Rows if name == "Rows" else tensors.struct(name) for name in DECLARED]
-
-
 def test_no_source_includes_another():
     for file in HERE.iterdir():
         if file.suffix in (".cpp", ".h"):
@@ -47,10 +43,6 @@ def test_only_entry_points_are_exported():
     assert not [name for name in names if not name.startswith(("fewkeys_", "_ZNSt"))]
 
 
-def test_the_library_tells_the_size_of_every_struct():
-    assert sorted(DECLARED) == sorted(re.findall(r"SIZE_OF\((\w+)\);", (HERE / "kernels.cpp").read_text()))
-
-
 def test_fields_are_those_of_the_header():
     assert tensors.struct("Sums")._fields_ == [
         *((name, tensors.Rows) for name in ("key", "value")),
@@ -63,23 +55,6 @@ def test_fields_are_those_of_the_header():
         tensors.struct("Sums")(weights=1, rows=2, dim=3)
     with pytest.raises(ValueError, match="expected a struct Nothing, got none"):
         tensors.struct("Nothing")
-
-
-@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_sizes_are_those_of_python(kind):
-    build._compare_sizes(build._library(), kind)
-
-
-def test_a_struct_of_another_size_is_refused():
-    fields = (*tensors.struct("Sums")._fields_, ("more", ctypes.c_int64))
-    larger = type("_Sums", (ctypes.Structure,), {"_fields_": fields})
-    with pytest.raises(RuntimeError, match=r"struct Sums of \d+ bytes as in Python, got one of"):
-        build.call("fewkeys_label_sums", larger(), torch.float32)
-    rows = type("Rows", (ctypes.Structure,), {"_fields_": tensors.Rows._fields_[:-1]})
-    with pytest.raises(RuntimeError, match=r"struct Rows of 24 bytes as in Python, got one of 32"):
-        build.call("fewkeys_label_sums", type("_Sums", (ctypes.Structure,), {"_fields_": (("key", rows),)})())
-    with pytest.raises(RuntimeError, match=r"got none of this name"):
-        build.call("fewkeys_label_sums", type("Unknown", (ctypes.Structure,), {"_fields_": ()})())
 
 
 @pytest.fixture

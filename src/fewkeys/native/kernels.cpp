@@ -59,29 +59,6 @@ FEWKEYS_EXPORT const char *fewkeys_set() {
 // The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
 
-// The sizes that ctypes must agree on; -1 for an unknown struct.
-FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
-#define SIZE_OF(type) \
-  if (!strcmp(name, #type)) return sizeof(type)
-  SIZE_OF(Rows);
-  SIZE_OF(Near);
-  SIZE_OF(Extents);
-  SIZE_OF(Sums);
-  SIZE_OF(Framed);
-  SIZE_OF(Lloyd);
-  SIZE_OF(Clustered);
-  SIZE_OF(Halves);
-  SIZE_OF(Best);
-  SIZE_OF(Tilts);
-  SIZE_OF(TiltsBack);
-  SIZE_OF(CohortStandIns);
-  SIZE_OF(Coding);
-  SIZE_OF(Scan);
-  SIZE_OF(ScanAttend);
-#undef SIZE_OF
-  return -1;
-}
-
 #ifdef FEWKEYS_COUNT
 FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {
   Counters::all().take(*multiply_adds, *bytes);

@@ -5,13 +5,40 @@
 
 namespace fewkeys {
 
-// A tile of queries of a cohort, which stand anywhere, and their outputs.
 template <class T>
-class Scattered {
+class CohortAttention {
  public:
-  explicit Scattered(const Near &p) : out(TILE * p.value_dim), p(p) {}
-  aligned_vector<T> out;
-  const T *query[TILE];
+  explicit CohortAttention(const Near &p)
+      : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p), neighbours(p) {}
+
+  // The queries of a cohort, counted through all sequences, from the place `first` on: what they attend to is kept.
+  void attend(Surroundings &around, int64_t head, int64_t first) {
+    const int64_t b = head / p.heads, h = head % p.heads;
+    const int rows = gather(b, h, first, std::min<int64_t>(TILE, p.queries - first));
+    if (!rows) return;
+    around.expect(row, rows);
+    if (held != head) shared.read(b, h), held = head;
+    const int columns = p.entries + p.means + p.rank;
+    to_lanes(asking, rows, p.dim, 1.0f, query.data());
+    shared.columns.dots(query.data(), columns, weights.score.data());
+
+    Tile tile(p.scale);
+    weights.weigh_cohort(tile, head, [&](float *mass) { neighbours.look(around, head, place, rows, mass); });
+    weights.weigh_first_order(head);
+
+    std::fill(mixed.begin(), mixed.end(), 0.0f);
+    shared.columns.mix(weights.score.data(), columns, rows, mixed.data());
+    around.keep(tile, mixed.data(), row, rows);
+  }
+
+ private:
+  const Near &p;
+  aligned_vector<float> query, mixed;
+  NearWeights weights;
+  Shared<T> shared;
+  int64_t held = -1;  // the cohort that `shared` is of
+  Neighbours neighbours;
+  const T *asking[TILE];
   int64_t row[TILE], place[TILE];  // the queries' numbers among those that read the key head, and their places
 
   // Looks up those among `count` places that are of a query; returns how many.
@@ -21,73 +48,20 @@ class Scattered {
     for (int i = 0; i < count; i++) {
       if (own[i] < 0) continue;
       const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, at = own[i] % p.asked;
-      query[queries] = p.query.at<T>(b, head, at);
       row[queries] = own[i], place[queries] = at;
-      to[queries++] = (T *)p.out.at<T>(b, head, at);
+      asking[queries++] = p.query.at<T>(b, head, at);
     }
     return queries;
   }
-  void scatter(int count) const {
-    for (int i = 0; i < count; i++) std::copy_n(&out[i * p.value_dim], p.value_dim, to[i]);
-  }
-
- private:
-  const Near &p;
-  T *to[TILE];
-};
-
-template <class T>
-class CohortAttention {
- public:
-  explicit CohortAttention(const Near &p)
-      : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p), scattered(p),
-        neighbours(p) {}
-
-  // The queries of a cohort, counted through all sequences, from the place `first` on. Where there is a band, what they
-  // attend to is kept, else it is the output.
-  void attend(Surroundings &around, int64_t head, int64_t first) {
-    const int64_t b = head / p.heads, h = head % p.heads;
-    const int rows = scattered.gather(b, h, first, std::min<int64_t>(TILE, p.queries - first));
-    if (!rows) return;
-    if (has_band(p)) around.expect(scattered.row, rows);
-    if (held != head) shared.read(b, h), held = head;
-    const int columns = p.entries + p.means + p.rank;
-    to_lanes(scattered.query, rows, p.dim, 1.0f, query.data());
-    shared.columns.dots(query.data(), columns, weights.score.data());
-
-    Tile tile(p.scale);
-    weights.weigh_cohort(tile, head, [&](float *mass) {
-      if (has_band(p)) neighbours.look(around, head, scattered.place, rows, mass);
-    });
-    weights.weigh_first_order(head);
-
-    std::fill(mixed.begin(), mixed.end(), 0.0f);
-    shared.columns.mix(weights.score.data(), columns, rows, mixed.data());
-    if (has_band(p)) return around.keep(tile, mixed.data(), scattered.row, rows);
-    tile.write(mixed.data(), round_up(p.value_dim), scattered.out.data(), p.value_dim, rows, p.value_dim);
-    scattered.scatter(rows);
-  }
-
- private:
-  const Near &p;
-  aligned_vector<float> query, mixed;
-  NearWeights weights;
-  Shared<T> shared;
-  int64_t held = -1;  // the cohort that `shared` is of
-  Scattered<T> scattered;
-  Neighbours neighbours;
 };
 
 // A unit is a key head of a sequence.
 template <class T>
 static void attend_cohorts(const Near &p, int threads) {
   const int64_t units = p.batch * p.heads / p.cohorts, tiles = (p.queries + TILE - 1) / TILE;
-  const int64_t band_tiles = has_band(p) ? (p.asked + TILE - 1) / TILE * p.asking : 0;
+  const int64_t band_tiles = (p.asked + TILE - 1) / TILE * p.asking;
   typedef BandAttention<T> Band;
   typedef CohortAttention<T> Attention;
-  const auto read = [&](Surroundings &around, int64_t unit) {
-    if (has_band(p)) around.read(p, unit * p.cohorts);
-  };
   const auto attend_tile = [&](Attention &attention, Surroundings &around, int64_t unit, int64_t i) {
     attention.attend(around, unit * p.cohorts + i / tiles, i % tiles * TILE);
   };
@@ -103,7 +77,7 @@ static void attend_cohorts(const Near &p, int threads) {
       explicit Worker(const Near &p) : around(p), attention(p), band(p) {}
     };
     return in_parallel(threads, units, [&] { return Worker(p); }, [&](Worker &worker, int64_t unit) {
-      read(worker.around, unit);
+      worker.around.read(p, unit * p.cohorts);
       for (int64_t i = 0; i < tiles * p.cohorts; i++) attend_tile(worker.attention, worker.around, unit, i);
       for (int64_t i = 0; i < band_tiles; i++) attend_band(worker.band, worker.around, unit, i);
     });
@@ -111,7 +85,7 @@ static void attend_cohorts(const Near &p, int threads) {
   // Else all threads share a unit, and what is known of one makes room for the next.
   Surroundings around(p);
   for (int64_t unit = 0; unit < units; unit++) {
-    read(around, unit);
+    around.read(p, unit * p.cohorts);
     in_parallel(threads, tiles * p.cohorts, [&] { return Attention(p); }, [&](Attention &attention, int64_t i) {
       attend_tile(attention, around, unit, i);
     }, 4);

@@ -6,8 +6,6 @@
 
 namespace fewkeys {
 
-static inline bool has_band(const Near &p) { return p.left + p.right >= 0; }
-
 // How many keys are around a query at `position`, and the first of them.
 static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
   first = std::clamp<int64_t>(position - p.left, 0, p.keys);

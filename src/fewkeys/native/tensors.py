@@ -15,8 +15,6 @@ from torch.autograd import forward_ad
 from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
-FILL = 16
-"""Rows of values are padded to a multiple of this, as in `lanes.h`."""
 
 
 def suits(*tensors: Tensor | None) -> bool:
@@ -114,8 +112,3 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in such layouts and in one dtype: float32 where theirs differ."""
     same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
     return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
-
-
-def round_up(dim: int) -> int:
-    """The next multiple of `FILL`."""
-    return -(-dim // FILL) * FILL
