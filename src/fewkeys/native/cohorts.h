@@ -1,5 +1,5 @@
-// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.sketch.tilted.best`. Cohorts stand
-// in the lanes, keys are rows.
+// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.select.outliers`. Cohorts stand in
+// the lanes, keys are rows.
 #pragma once
 #include "keys.h"
 #include "rows.h"
@@ -56,8 +56,8 @@ struct Smallest {
   }
 };
 
-// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums of
-// rows; products with them are taken in the metric.
+// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums
+// of rows; products with them are taken in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
@@ -126,10 +126,7 @@ class Halver {
         copy_rows(row[begin + j], 0, 1, dim, wide, &some[j * wide]);
         add(&some[j * wide], mean, -1.0f, dim);
       }
-      for (int64_t d = 0; d < wide; d += SOME) {
-        const int64_t from = d / FILL * FILL;
-        mix(&some[from], wide, few, wide - from, &some[d], wide, &sums[d * wide + from], wide);
-      }
+      add_square(some.data(), wide, few, wide, sums.data());
     }
   }
 
@@ -250,9 +247,9 @@ template <class T>
 class Choosing {
  public:
   explicit Choosing(const Best &p)
-      : p(p), dim(p.dim), form(dim * dim), lanes(dim * TILE), turned(dim * TILE), cohorts(dim), copy(CHUNK * round_up(dim)),
-        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), room(round_up(2 * p.count)), lacking(TILE * room),
-        place(TILE * room) {}
+      : p(p), dim(p.dim), form(dim * dim), lanes(dim * TILE), turned(dim * TILE), cohorts(dim),
+        copy(CHUNK * round_up(dim)), score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE),
+        room(round_up(2 * p.count)), lacking(TILE * room), place(TILE * room) {}
 
   // The offsets of a tile of keys from their products with a cohort's mean query to their scores. `far`: the largest
   // distance of the head.
@@ -266,8 +263,7 @@ class Choosing {
         float *x = &lanes[d * TILE + v];
         store(x, load(x) - p.middle[head * dim + d]);
       }
-    for (int d = 0; d < dim; d += ROWS)
-      dots(&form[d * dim + d], dim, std::min(ROWS, dim - d), dim - d, &lanes[d * TILE], &turned[d * TILE]);
+    triangular(form.data(), dim, lanes.data(), turned.data());
     float distance[TILE], variance[TILE], sum[TILE];
     std::fill(std::copy_n(p.distance + at, count, distance), distance + TILE, 1.0f);
     const vec least = broadcast(std::max(p.near * far, std::numeric_limits<float>::min()));

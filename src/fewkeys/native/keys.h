@@ -19,11 +19,16 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
   }
 }
 
+// Products of an upper triangular matrix (dim, dim) with `lanes`.
+static void triangular(const float *form, int dim, const float *lanes, float *to) {
+  for (int r = 0; r < dim; r += ROWS)
+    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, to + r * TILE);
+}
+
 // Spread and importance of the keys in `lanes`, L^T upper triangular; `scores` has D + 1 rows.
 static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
                 float *importance) {
-  for (int r = 0; r < dim; r += ROWS)
-    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, scores + r * TILE);
+  triangular(form, dim, lanes, scores);
   measure(scores, shift, dim, spread);
   dots(form + dim * dim, dim, 1, dim, lanes, scores + dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {

@@ -174,20 +174,14 @@ static inline float max_of_lanes(vec x) {
     return max_of_lanes<step / 2>(max(x, crossed<step>(x)));
 }
 
-// Products of two rows of whole vectors, not yet summed over lanes.
-static inline vec products(const float *x, const float *y, int count) {
-  count_multiply_adds(count);
-  vec sum = {};
-  for (int d = 0; d < count; d += LANES) sum += load(x + d) * load(y + d);
-  return sum;
-}
-
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
-  const int whole = count / LANES * LANES;
-  float result = sum_of_lanes(products(x, y, whole));
-  count_multiply_adds(count - whole);
-  for (int d = whole; d < count; d++) result += x[d] * y[d];
+  count_multiply_adds(count);
+  vec sum = {};
+  int d = 0;
+  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
+  float result = sum_of_lanes(sum);
+  for (; d < count; d++) result += x[d] * y[d];
   return result;
 }
 

@@ -7,7 +7,7 @@ band.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -18,9 +18,6 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
 from fewkeys.rest.base import CohortStandIns, StandIns
-
-_ROWS = ("query", "key", "value", "out")
-_SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
 def attend(problem: Problem) -> Tensor:
@@ -50,7 +47,8 @@ def near(
     tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
     tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
     tensors["hidden"] = None if graph.band is None else graph.hidden
-    sizes = _common(x, output) | {"cohorts": 1}
+    rows = {"query": x.query, "key": x.key, "value": x.value, "out": output}
+    sizes = {"heads": x.query_heads, "gqa_ratio": x.gqa_ratio, "queries": x.queries, "cohorts": 1}
     if columns is not None:
         tensors |= {"place": columns.index, "used": columns.used}
         if columns.place is not None:
@@ -62,8 +60,16 @@ def near(
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
     problem = struct("Near")(
+        **{name: Rows.of(tensor) for name, tensor in rows.items()},
         **sizes,
         **tensors,
+        batch=x.batch,
+        keys=x.keys,
+        dim=x.head_dim,
+        value_dim=x.value_dim,
+        offset=x.offset,
+        causal=x.is_causal,
+        scale=x.scale,
         entries=0 if columns is None else columns.index.shape[3],
         means=0 if s is None else s.count,
         rank=0 if s is None or s.left is None else s.left.shape[-1],
@@ -81,11 +87,3 @@ def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
         return tensors | {"bias": s.bias, "total": s.mass, "size": s.size}
     bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
     return tensors | {"bias": bias, "total": s.total, "share": s.share}
-
-
-def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
-    """The arguments that both kernels share."""
-    rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
-    sizes = (x.batch, x.query_heads, x.gqa_ratio, x.queries, x.keys, x.head_dim, x.value_dim)
-    numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
-    return {name: Rows.of(tensor) for name, tensor in rows} | dict(zip(_SIZES, sizes, strict=True)) | numbers
