@@ -26,13 +26,13 @@ def sums_and_products(
 ) -> tuple[Tensor, Tensor]:
     """`label_sums`, and in the same pass `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D)."""
     products = share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
-    return _sums(key, value, label, share, count, {"middle": middle.contiguous(), "products": products}), products
+    return _sums(key, value, label, share, count, {"middle": middle, "products": products}), products
 
 
 def _sums(
     key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, others: dict[str, Tensor | None]
 ) -> Tensor:
-    (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
+    key, value = alike(key, value)
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     held = {"label": label, "share": share, "sums": sums, **others}
     call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
@@ -89,9 +89,7 @@ def cluster(
         importance of every cluster (B, H, count).
     """
     *rows, real = sample
-    real = None if real is None else real.contiguous()
     key, value, *rows = alike(key, value, *rows)
-    seen = {name: part.contiguous() for name, part in seen.items()}
     form = seen["form"]
     distance, spread, importance = form.new_empty((3, *key.shape[:3])).unbind()
     label = torch.empty_like(distance, dtype=torch.int64)

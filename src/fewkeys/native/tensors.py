@@ -56,7 +56,7 @@ class Rows(ctypes.Structure):
 class KernelArgs(ctypes.Structure):
     """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
 
-    Tensors are contiguous, of the dtype that the struct declares, and must live as long as the call.
+    Tensors have the dtype that the struct declares; contiguous, they live as long as the arguments.
     """
 
     kinds: dict[str, str]
@@ -64,7 +64,8 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        for name, x in values.items():
+        self.alive = [x.contiguous() if isinstance(x, Tensor) else x for x in values.values()]
+        for name, x in zip(values, self.alive, strict=True):
             if isinstance(x, Tensor):
                 # Read as another dtype, it would give numbers that look like any others.
                 expected = _POINTED.get(self.kinds[name])

@@ -34,16 +34,13 @@ def attend(problem: Problem) -> Tensor:
     # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
-    args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
+    args = _near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
     call("fewkeys_attend", args, x.query.dtype)
     return output
 
 
-def near(
-    x: Inputs, graph: Graph, stand_ins: StandIns | CohortStandIns | None, output: Tensor
-) -> tuple[KernelArgs, dict[str, Tensor | None]]:
-    """The kernel's arguments, and tensors that must live as long."""
-    s, columns = stand_ins, graph.columns
+def _near(x: Inputs, graph: Graph, s: StandIns | CohortStandIns | None, output: Tensor) -> KernelArgs:
+    columns = graph.columns
     tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
     tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
     tensors["hidden"] = None if graph.band is None else graph.hidden
@@ -55,11 +52,10 @@ def near(
             tensors["order"] = columns.place
             sizes |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
             sizes |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
-    tensors = {name: None if part is None else part.contiguous() for name, part in tensors.items()}
     reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
-    problem = struct("Near")(
+    return struct("Near")(
         **{name: Rows.of(tensor) for name, tensor in rows.items()},
         **sizes,
         **tensors,
@@ -76,7 +72,6 @@ def near(
         left=min(left, reach),
         right=min(right, reach),
     )
-    return problem, tensors
 
 
 def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
