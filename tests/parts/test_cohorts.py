@@ -91,11 +91,12 @@ def test_a_split_finds_far_sets_of_rows():
 @pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
 def test_the_kernel_splits_as_torch_does(many, count):
     """Rows on both sides of zero, on one, and equal ones, which stay in their order; in the metric of some keys."""
-    rows, key = (torch.randn(3, 1, size, 11, generator=torch.Generator().manual_seed(1)) for size in (many, 90))
+    rows, key = (torch.randn(4, 1, size, 11, generator=torch.Generator().manual_seed(1)) for size in (many, 90))
     rows[1] += 50
     rows[2] = 0
+    rows[3, :, ::3] = 0
     key[..., 0] *= 0.01
-    real = torch.rand(3, 90, generator=torch.Generator().manual_seed(2)) > 0.3
+    real = torch.rand(4, 90, generator=torch.Generator().manual_seed(2)) > 0.3
     key = key * real[:, None, :, None]
     steps = {"sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
     place, *actual = (part[:, 0] for part in native.halve(rows, key, real, count, scale=0.5, step=3, **steps))
