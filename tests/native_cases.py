@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, RUNNING_PLANS, SHAPES
+from cases import CAUSAL_SHAPES, SHAPES
 from fewkeys.native import build, sets
 
 # Where an instruction set is asked for by name, its kernels must be there.
@@ -27,10 +27,6 @@ MEANS = [
     fk.Plan(fk.Window(6)),
     fk.Plan(fk.Sinks(3)),
     fk.Plan(fk.Sinks(3) | fk.Window(41)),
-    fk.Plan(fk.select.RecentBlocks(8, 3)),
-    fk.Plan(fk.select.RecentBlocks(64) | fk.select.KeyNorm(5)),
-    fk.Plan(fk.select.RecentBlocks(64, 1) | fk.Sinks(1)),
-    *RUNNING_PLANS.values(),
 ]
 CASES = [
     (plan, form)
@@ -41,10 +37,10 @@ CASES = [
 
 
 def has_kernel(plan, x):
-    """Whether there is one: not for a band beside lists by blocks, nor for other weights; nor is one needed for all."""
-    graph = plan.keep.select(x)
-    beside = graph.band is not None and graph.columns is not None and graph.columns.blocks > 1
-    return isinstance(plan.weights, fk.Softmax) and not beside and not plan.keep.covers(x)
+    """Whether there is one: not for lists by blocks, nor for other weights; nor is one needed for all keys."""
+    columns = plan.keep.select(x).columns
+    by_block = columns is not None and columns.blocks > 1
+    return isinstance(plan.weights, fk.Softmax) and not by_block and not plan.keep.covers(x)
 
 
 def without(call):

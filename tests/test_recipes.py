@@ -153,7 +153,7 @@ PIECE = r"^   (?:In )?`([^`\n]+)`(?:, above `([^`\n]+)`)?:\n\n   ```\w+\n(.*?)^ 
 @needs_compiler
 def test_a_new_kernel_is_a_header_and_its_declarations(copied):
     pieces = re.findall(PIECE, recipe_text("a new kernel in C++"), re.M | re.S)
-    assert len(pieces) == 8
+    assert len(pieces) == 7
     for name, line, code in pieces:
         path, code = copied / name, re.sub("^   ", "", code, flags=re.M)
         assert path.exists() == bool(line), name
@@ -167,4 +167,4 @@ def test_a_new_kernel_is_a_header_and_its_declarations(copied):
     sets.write_text(sets.read_text().replace('"-O3"', '"-O0"'))
     printed = follow(copied, FOLLOW_KERNEL, FEWKEYS_CACHE=str(copied / "cache"))
     assert "longest" in (copied / "src" / "fewkeys" / "native" / "problems.h").read_text()
-    assert int(re.search(r"(\d+) passed", printed)[1]) > 20
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 8

@@ -19,6 +19,7 @@ from native_cases import needs_compiler
 
 ROWS = "a list of keys for every query"
 GROUPS = "extra edges"
+BLOCKS = "lists by blocks"
 LEFT_TO_TORCH = {
     fk.TopK: ROWS,
     sparsefinder.EntmaxSupport: ROWS,
@@ -37,6 +38,8 @@ LEFT_TO_TORCH = {
     sparsefinder.Distance: ROWS,
     sparsefinder.RandomEdges: ROWS,
     sparsefinder.BlockClusters: GROUPS,
+    fk.select.RecentBlocks: BLOCKS,
+    fk.rest.RunningMeans: BLOCKS,
     fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Unpack
 
@@ -23,10 +23,10 @@ from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
 from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
-from fewkeys.core.impl import COMPILED, Impl
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs, unknown_option
+from fewkeys.core.validation import Options, Rows, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
@@ -58,18 +58,34 @@ def attention(
     **options: Unpack[Options],
 ) -> Tensor:
     """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
-    inputs = checked(query, key, value, **options)
+    inputs = checked(query, key, value, plan, **options)
     guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
     if guard is not None:
         guard.count_call()
     return attend(inputs, plan, guard)
 
 
-def checked(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Inputs:
-    """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came."""
+def checked(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan | Sequence[Plan] = (), **options: Unpack[Options]
+) -> Inputs:
+    """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came.
+
+    A plan of cohorts reads rows here and there: those of a head are put side by side if it will answer. Models have
+    those of all heads of a token side by side.
+    """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
-    return check_inputs(query, key, value, largest=native.largest, clear=False, **options)
+    plans = (plan,) if isinstance(plan, Plan) else plan
+    scattered = any(one.keep is not None and one.keep.cohort_lists > 1 for one in plans)
+    how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
+
+    def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
+        rows = query, key, value
+        if scattered and not gives_way(plan, rows, *how):
+            return native.by_head(*rows)
+        return native.largest(*rows), rows
+
+    return check_inputs(query, key, value, look=look, clear=False, **options)
 
 
 def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
@@ -155,14 +171,9 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     """The problem as the plan is written for it, in parts, and what makes the output of theirs.
 
     Padding is zero, squares of all entries have a float, and, where a causal plan looks at positions, no real key
-    stands after padding: sequences that are padded alike are then a part. Where rows are read here and there, for
-    cohorts, those of a head lie side by side: models have those of all heads of a token side by side.
+    stands after padding: sequences that are padded alike are then a part.
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
-    if plan.keep is not None and plan.keep.cohort_lists > 1:
-        rows = x.query, x.key, x.value
-        query, key, value = native.by_head(*rows) if x.impl in COMPILED else (part.contiguous() for part in rows)
-        x = replace(x, query=query, key=key, value=value)
     parts: Sequence[Inputs] = (x,)
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
     if x.valid is not None and plan.keep is not None and has_gaps(x):

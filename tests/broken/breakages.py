@@ -57,7 +57,7 @@ TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
 AROUND = Law("02_impls_agree", "executors_agree_on_the_same_problem and cohorts")
 
-NEAR, BLOCKS, NEIGHBOURS = "native/near.h", "native/blocks.h", "native/neighbours.h"
+NEAR, NEIGHBOURS = "native/near.h", "native/neighbours.h"
 
 BREAKAGES = (
     Breakage(
@@ -77,15 +77,15 @@ BREAKAGES = (
     Breakage(
         "causal edge of the shared list",
         NEAR,
-        "p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;",
-        "p.causal ? std::clamp<int64_t>(place - position - 1, 0, TILE) : 0;",
+        "p.causal ? std::clamp<int64_t>(p.place[entry] - position, 0, TILE) : 0;",
+        "p.causal ? std::clamp<int64_t>(p.place[entry] - position - 1, 0, TILE) : 0;",
         (CAUSAL, AGREE),
     ),
     Breakage(
         "fillings of the shared list are seen",
         NEAR,
-        "const int low = place >= p.keys ? TILE :",
-        "const int low = place > p.keys ? TILE :",
+        "tile.show(&score[c * TILE], lane, p.used[entry] ? low : TILE, TILE);",
+        "tile.show(&score[c * TILE], lane, low, TILE);",
         (AGREE, PADDED),
     ),
     Breakage(
@@ -98,8 +98,8 @@ BREAKAGES = (
     Breakage(
         "key head of a query head, by the remainder",
         NEAR,
-        "const int64_t shared_head = h / p.gqa_ratio, head",
-        "const int64_t shared_head = h % (p.heads / p.gqa_ratio), head",
+        "const int64_t key_head = h / p.gqa_ratio, head",
+        "const int64_t key_head = h % (p.heads / p.gqa_ratio), head",
         (AGREE, ALONE),
     ),
     Breakage(
@@ -119,22 +119,22 @@ BREAKAGES = (
     Breakage(
         "cohorts: all query heads ask as the first of their key head",
         "native/near_cohorts.h",
-        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place",
-        "const int64_t head = h / p.cohorts * p.asking, place",
+        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, at",
+        "const int64_t head = h / p.cohorts * p.asking, at",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists hold keys of the first head",
         NEAR,
-        "copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place)",
-        "copy_rows(p.key.at<T>(b, 0, none ? 0 : place)",
+        "copy_rows(p.key.at<T>(b, h / p.cohorts, place)",
+        "copy_rows(p.key.at<T>(b, 0, place)",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists are those of the first cohort",
         "native/near_cohorts.h",
-        "shared[c].read(first / p.heads, first % p.heads + c);",
-        "shared[c].read(first / p.heads, first % p.heads);",
+        "if (held != head) shared.read(b, h), held = head;",
+        "if (held != head) shared.read(b, h - h % p.cohorts), held = head;",
         (COHORTS,),
     ),
     Breakage(
@@ -147,7 +147,7 @@ BREAKAGES = (
     Breakage(
         "neighbours: keys of the cohort's list count twice",
         NEIGHBOURS,
-        "if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;",
+        "if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;",
         ";",
         (AROUND,),
     ),
@@ -236,13 +236,6 @@ BREAKAGES = (
         (AGREE,),
     ),
     Breakage(
-        "means of the past without the bias of their size",
-        "native/tile.h",
-        "load(score + c * TILE + v) * scale + bias[c];",
-        "load(score + c * TILE + v) * scale + 0.0f * bias[c];",
-        (AGREE, ONCE),
-    ),
-    Breakage(
         "exponential without its last coefficient",
         "native/lanes.h",
         "p = p * r + 0.166665211f;",
@@ -262,34 +255,6 @@ BREAKAGES = (
         "into[d * pitch + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;",
         "into[d * pitch + i] = 0.0f * (i < count ? to_float(rows[i][d]) * scale : 0.0f);",
         (ODD,),
-    ),
-    Breakage(
-        "blocks: causal edge of a list",
-        BLOCKS,
-        "p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);",
-        "p.causal ? std::clamp<int64_t>(place[c] - position - 1, 0, TILE) : 0, TILE);",
-        (CAUSAL, AGREE),
-    ),
-    Breakage(
-        "blocks: the last visible key is cut off",
-        BLOCKS,
-        "place[seen - 1] > position + rows - 1) seen--;",
-        "place[seen - 1] > position + rows - 2) seen--;",
-        (AGREE,),
-    ),
-    Breakage(
-        "blocks: they begin at the first query, not at multiples of their size",
-        BLOCKS,
-        "const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;",
-        "const int64_t begin = block * p.size;",
-        (AGREE,),
-    ),
-    Breakage(
-        "blocks: only the first query head of a key head",
-        BLOCKS,
-        "for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)",
-        "for (int64_t g = h * p.gqa_ratio; g < h * p.gqa_ratio + 1; g++)",
-        (AGREE,),
     ),
     Breakage(
         "gradients: none through stand-ins that a kernel has read",
@@ -329,8 +294,8 @@ BREAKAGES = (
     Breakage(
         "every tile multiplies with its band as often as there are tiles of keys",
         NEAR,
-        "band.dots(query, reach.count, near);",
-        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query, reach.count, near);",
+        "band.dots(query.data(), reach.count, weights.near.data());",
+        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query.data(), reach.count, weights.near.data());",
         (WORK,),
     ),
     Breakage(
@@ -362,10 +327,10 @@ BREAKAGES = (
         (EMPTY,),
     ),
     Breakage(
-        "cohorts: of equal numbers the last row comes first",
+        "cohorts: of equal numbers one fewer comes first",
         "native/cohorts.h",
-        "key[i + r] = sortable(found[r], i + r);",
-        "key[i + r] = sortable(found[r], real - i - r);",
+        "is_one = (x < end) | (is_end & (ties > 0));",
+        "is_one = (x < end) | (is_end & (ties > 1));",
         (SPLITS,),
     ),
     Breakage(
@@ -390,10 +355,10 @@ BREAKAGES = (
         (PREPARED,),
     ),
     Breakage(
-        "the middle of many numbers: where a bin is full, that of the next",
-        "native/seeker.h",
-        "for (; rank >= many[its]; its++) rank -= many[its];",
-        "for (; rank > many[its]; its++) rank -= many[its];",
+        "the smallest of many numbers: one too many",
+        "native/cohorts.h",
+        "if (below == rank) {",
+        "if (below == rank + 1) {",
         (SPLITS,),
     ),
     Breakage(

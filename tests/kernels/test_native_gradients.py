@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, SHAPES
+from cases import SHAPES
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.execute import native as native_plans
@@ -18,7 +18,6 @@ from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, w
 pytestmark = needs_compiler
 
 CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 2e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
-BY_BLOCKS = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(20), fk.rest.RunningMeans(8))
 COHORTS = fk.Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))
 
 
@@ -58,19 +57,19 @@ def test_they_are_those_of_torch(plan, form, dtype, taken):
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96)])
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], COHORTS], ids=str)
 def test_head_sizes(plan, dim, value_dim):
-    form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["cross padded"]
+    form = SHAPES["cross padded"]
     shape = replace(form, head_dim=dim, value_dim=value_dim)
     actual, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
     for pair in zip(actual, want, strict=True):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], COHORTS], ids=str)
 def test_the_number_of_threads_changes_nothing(plan):
     """Keys that many queries see get their gradients in the same order."""
-    form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
+    form = SHAPES["grouped"]
     shape = replace(form, queries=1400, keys=1400)
     threads, actual = torch.get_num_threads(), []
     for number in (1, 3):
@@ -80,22 +79,22 @@ def test_the_number_of_threads_changes_nothing(plan):
     assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], COHORTS], ids=str)
 def test_long_sequences(plan):
     """More pieces than one, and keys at their seams."""
-    form = CAUSAL_SHAPES["causal"] if plan is BY_BLOCKS else SHAPES["padded"]
-    shape = replace(form, batch=1, queries=1400, keys=1400, lengths=None if plan is BY_BLOCKS else (1377,))
+    form = SHAPES["padded"]
+    shape = replace(form, batch=1, queries=1400, keys=1400, lengths=(1377,))
     actual, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
     for pair in zip(actual, want, strict=True):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], COHORTS], ids=str)
 def test_gradients_of_gradients(plan, taken):
     """They go through torch's operations, whatever made the first ones."""
 
     def squared():
-        shape = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
+        shape = SHAPES["grouped"]
         tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
         output = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
         first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)

@@ -22,10 +22,6 @@ pytestmark = needs_compiler
 HERE = Path(build.__file__).parent
 
 
-DECLARED = re.findall(r"^struct (\w+) \{", (HERE / "problems.h").read_text(), re.MULTILINE)
-STRUCTS = [tensors.Rows if name == "Rows" else tensors.struct(name) for name in DECLARED]
-
-
 def test_no_source_includes_another():
     for file in HERE.iterdir():
         if file.suffix in (".cpp", ".h"):
@@ -47,10 +43,6 @@ def test_only_entry_points_are_exported():
     assert not [name for name in names if not name.startswith(("fewkeys_", "_ZNSt"))]
 
 
-def test_the_library_tells_the_size_of_every_struct():
-    assert sorted(DECLARED) == sorted(re.findall(r"SIZE_OF\((\w+)\);", (HERE / "kernels.cpp").read_text()))
-
-
 def test_fields_are_those_of_the_header():
     assert tensors.struct("Sums")._fields_ == [
         *((name, tensors.Rows) for name in ("key", "value")),
@@ -63,23 +55,6 @@ def test_fields_are_those_of_the_header():
         tensors.struct("Sums")(weights=1, rows=2, dim=3)
     with pytest.raises(ValueError, match="expected a struct Nothing, got none"):
         tensors.struct("Nothing")
-
-
-@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
-def test_sizes_are_those_of_python(kind):
-    build._compare_sizes(build._library(), kind)
-
-
-def test_a_struct_of_another_size_is_refused():
-    fields = (*tensors.struct("Sums")._fields_, ("more", ctypes.c_int64))
-    larger = type("_Sums", (ctypes.Structure,), {"_fields_": fields})
-    with pytest.raises(RuntimeError, match=r"struct Sums of \d+ bytes as in Python, got one of"):
-        build.call("fewkeys_label_sums", larger(), torch.float32)
-    rows = type("Rows", (ctypes.Structure,), {"_fields_": tensors.Rows._fields_[:-1]})
-    with pytest.raises(RuntimeError, match=r"struct Rows of 24 bytes as in Python, got one of 32"):
-        build.call("fewkeys_label_sums", type("_Sums", (ctypes.Structure,), {"_fields_": (("key", rows),)})())
-    with pytest.raises(RuntimeError, match=r"got none of this name"):
-        build.call("fewkeys_label_sums", type("Unknown", (ctypes.Structure,), {"_fields_": ()})())
 
 
 @pytest.fixture
@@ -105,17 +80,6 @@ def test_sums_are_counted(counting):
     assert native.counters() == {"multiply_adds": 0, "bytes": 0}
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_statistics_are_counted(counting, threads):
-    """Products with an upper triangular form, ROWS of it at a time, the mean query and the squares, tile by tile."""
-    key, tiles, dim = torch.randn(2, 3, 96, 4), 2 * 3 * 3, 4
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    native.statistics(key, torch.randn(2, 3, dim + 1, dim), torch.randn(2, 3, dim + 1, 1))
-    torch.set_num_threads(before)
-    assert native.counters()["multiply_adds"] == tiles * 32 * (dim * dim + dim + dim)
-
-
 def test_attention_is_counted(counting):
     """One tile that sees itself: scores, masks, weights and sums of 32 keys for 32 queries, values filled up to 16."""
     q, k, v = torch.randn(3, 1, 1, 32, 8)
@@ -124,21 +88,13 @@ def test_attention_is_counted(counting):
     assert native.counters()["multiply_adds"] == 32 * 32 * (8 + 1 + 1 + 16)
 
 
-@pytest.mark.parametrize(
-    ("plan", "is_causal", "most"),
-    [
-        (fk.budget(64), False, 4.5),
-        (fk.budget(64, is_causal=True, memory="constant"), True, 4.5),
-    ],
-    ids=["encoder", "constant memory"],
-)
-def test_arithmetic_and_memory_grow_linearly(counting, plan, is_causal, most):
+def test_arithmetic_and_memory_grow_linearly(counting):
     """Law 9 for compiled code: four times the tokens, at most a little more than four times the work."""
     actual = []
     for tokens in (2048, 8192):
         q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
         native.counters()
-        fk.attention(q, k, v, plan=plan, is_causal=is_causal, impl="native")
+        fk.attention(q, k, v, plan=fk.budget(64), impl="native")
         actual.append(native.counters())
     for name in ("multiply_adds", "bytes"):
-        assert 0 < actual[1][name] < most * actual[0][name], (name, actual)
+        assert 0 < actual[1][name] < 4.5 * actual[0][name], (name, actual)

@@ -169,26 +169,9 @@ def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
     assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
 
 
-BACKWARDS = [(name, form) for name, p in PAST.items() if p.weights == fk.Softmax() for form in ("grouped", "padded")]
-
-
-@needs_compiler
-@pytest.mark.parametrize(("name", "form"), BACKWARDS)
-def test_gradients_through_what_kernels_prepare(name, form):
-    """The same, backwards through the past, which `answers` makes once for all executors."""
-    plan, shape, actual = PAST[name], CAUSAL_SHAPES[f"causal {form}"], []
-    for impl in ("native", "torch"):
-        inputs = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-        output = fk.attention(*inputs, plan=plan, impl=impl, **shape.options)
-        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-        actual.append(torch.autograd.grad(output, inputs, direction))
-    for fast, slow in zip(*actual, strict=True):
-        assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
-
-
 @needs_compiler
 @pytest.mark.parametrize("form", ["grouped", "causal grouped"])
-@pytest.mark.parametrize("name", ["window, drop, softmax", "recent blocks + leverage + sinks, drop, softmax"])
+@pytest.mark.parametrize("name", ["window, drop, softmax", "sinks + window, drop, softmax"])
 def test_rounding_is_to_the_nearest(name, form):
     """bfloat16 answers lie on both sides of those in float32: cut off, they would lack half a unit, 2^-9 to 2^-8."""
     shape = (SHAPES | CAUSAL_SHAPES)[form]

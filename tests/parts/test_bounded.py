@@ -48,9 +48,8 @@ def test_outputs_stay_within_the_stated_multiple(kind, strength, impl):
     q, k, v = inputs(strength, kind=kind)
     for plans, causal in ((PLANS, False), (CAUSAL, True)):
         for plan, multiple in plans:
-            if impl == "native" and (
-                isinstance(plan.rest, fk.rest.Moments) or isinstance(plan.keep, baselines.Routing)
-            ):
+            left_to_torch = isinstance(plan.rest, fk.rest.Moments | fk.rest.RunningMeans)
+            if impl == "native" and (left_to_torch or isinstance(plan.keep, baselines.Routing)):
                 continue
             output = fk.attention(q, k, v, plan=plan.never_exact(), impl=impl, is_causal=causal)
             assert largest(output) <= multiple * largest(v) * (1 + 1e-5), (plan, largest(output) / largest(v))

@@ -16,6 +16,7 @@ from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts, half_variance
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
+from fewkeys.sketch.sample import centre
 from fewkeys.sketch.tilted import TiltArgs
 from native_cases import needs_compiler
 
@@ -89,14 +90,20 @@ def test_a_split_finds_far_sets_of_rows():
 @needs_compiler
 @pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
 def test_the_kernel_splits_as_torch_does(many, count):
-    """Rows on both sides of zero, on one, and equal ones, which stay in their order."""
-    rows = torch.randn(3, many, 11, generator=torch.Generator().manual_seed(1))
+    """Rows on both sides of zero, on one, and equal ones, which stay in their order; in the metric of some keys."""
+    rows, key = (torch.randn(4, 1, size, 11, generator=torch.Generator().manual_seed(1)) for size in (many, 90))
     rows[1] += 50
     rows[2] = 0
-    how = torch.stack([metric(11, 2), metric(11, 3), metric(11, 4)])
-    place, *actual = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
-    assert sets(place) == sets(split(rows, how, count))
-    torch.testing.assert_close(actual, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
+    rows[3, :, ::3] = 0
+    key[..., 0] *= 0.01
+    real = torch.rand(4, 90, generator=torch.Generator().manual_seed(2)) > 0.3
+    key = key * real[:, None, :, None]
+    steps = {"sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
+    place, *actual = (part[:, 0] for part in native.halve(rows, key, real, count, scale=0.5, step=3, **steps))
+    centred = centre(key, real)[:, 0]
+    assert sets(place) == sets(split(rows[:, 0], centred.mT @ centred, count))
+    mean, within = described(rows[:, 0], place, 3)
+    torch.testing.assert_close(actual, [0.5 * mean, 0.25 * within], rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_of_cohorts_are_those_of_their_queries():

@@ -75,8 +75,8 @@ def _untouchable(tensor: Tensor) -> str | None:
     return None
 
 
-Largest = Callable[..., list[float]]
-"""A function like `largest_entries` for queries, keys and values."""
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
 
 
 def largest_entries(*tensors: Tensor) -> list[float]:
@@ -85,6 +85,12 @@ def largest_entries(*tensors: Tensor) -> list[float]:
         return [0.0] * len(tensors)
     ends = [tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
     return [max(abs(low.item()), abs(high.item())) for low, high in ends]
+
+
+def as_they_are(*rows: Tensor) -> tuple[list[float], Rows]:
+    """`largest_entries` of queries, keys and values; and these rows, which other functions of this kind may copy."""
+    query, key, value = rows
+    return largest_entries(*rows), (query, key, value)
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -131,13 +137,13 @@ def check_inputs(
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
     distance_bias: Tensor | None = None,
-    largest: Largest = largest_entries,
+    look: Callable[..., tuple[list[float], Rows]] = as_they_are,
     clear: bool = True,
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    `largest`: computes the largest entries if `impl` lets compiled kernels run. `clear`: whether to set keys and values
-    of padding to zero now.
+    `look`: like `as_they_are`, called if `impl` lets compiled kernels run. `clear`: whether to set keys and values of
+    padding to zero now.
     """
     q, k, v = (lowered(check_tensor(name, x)) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
@@ -160,12 +166,12 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    measure, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
-    sizes, cleared = measure(q, k, v), valid is None
+    look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working(q[:0]).dtype)
+    (sizes, (q, k, v)), cleared = look(q, k, v), valid is None
     if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
         # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
-        sizes, cleared = measure(q, k, v), True
+        (sizes, (q, k, v)), cleared = look(q, k, v), True
     if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
     large, bias = needs_rescaling(sizes, *shape), _check_bias(distance_bias, q)

@@ -10,11 +10,10 @@ from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
 from fewkeys.native.extent import by_head, largest
-from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
+from fewkeys.native.keys import cluster, frame, label_sums, sums_and_products
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
-    "assign",
     "best",
     "best_codes",
     "by_head",
@@ -29,7 +28,6 @@ __all__ = [
     "largest",
     "missing",
     "readable",
-    "statistics",
     "suits",
     "sums_and_products",
     "tilt",

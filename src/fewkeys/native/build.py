@@ -92,7 +92,6 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     raised anyway: in the main thread, under Python's own handler. What it wrote until then is of no use.
     """
     library = _library()
-    _compare_sizes(library, type(problem))
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
     if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
         library.fewkeys_watch()
@@ -127,23 +126,6 @@ def _library() -> ctypes.CDLL:
 def _kernels() -> Kernels | str:
     """The kernels that the environment asks for, or why there are none; every call asks, so it must be quick."""
     return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
-
-
-@lru_cache
-def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
-    """Check that a struct in Python is as large as the one of this name in `problems.h`."""
-    for _, part, *_ in kind._fields_:
-        if issubclass(part, ctypes.Structure):
-            _compare_sizes(library, part)
-    name, ours = kind.__name__.lstrip("_"), ctypes.sizeof(kind)
-    size_of = library.fewkeys_sizeof
-    size_of.restype, size_of.argtypes = ctypes.c_int64, (ctypes.c_char_p,)
-    theirs = size_of(name.encode())
-    if theirs != ours:
-        theirs_in_words = f"one of {theirs} bytes" if theirs >= 0 else "none of this name"
-        raise RuntimeError(
-            f"compiled kernels: expected struct {name} of {ours} bytes as in Python, got {theirs_in_words}"
-        )
 
 
 @lru_cache

@@ -1,26 +1,73 @@
-// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.sketch.tilted.best`. Cohorts stand
-// in the lanes, keys are rows.
+// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.select.outliers`. Cohorts stand in
+// the lanes, keys are rows.
 #pragma once
 #include "keys.h"
 #include "rows.h"
-#include "seeker.h"
 
 namespace fewkeys {
 
 constexpr int CHUNK = 32;  // keys that are looked at together
 
-// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums of
-// rows; products with them are taken in the metric.
+// The smallest of some numbers: those below `end`, and the first `ties` of those that equal it.
+struct Smallest {
+  float end;
+  int64_t ties;
+
+  // The `rank` smallest of `count` numbers, in whole vectors. NaN becomes zero, infinity the largest number.
+  Smallest(float *x, int64_t count, int64_t rank) {
+    constexpr float MOST = std::numeric_limits<float>::max();
+    const int64_t full = round_up(count, LANES);
+    std::fill(x + count, x + full, x[0]);
+    vec least = broadcast(MOST), most = -least;
+    for (int64_t v = 0; v < full; v += LANES) {
+      vec own = load(x + v);
+      own = own == own ? own : vec{};
+      own = max(-max(-own, broadcast(-MOST)), broadcast(-MOST));
+      store(x + v, own);
+      least = -max(-least, -own), most = max(most, own);
+    }
+    std::fill(x + count, x + full, INFINITY);
+    float low = -max_of_lanes(-least), high = max_of_lanes(most);
+    // No more than `rank` are below `low`.
+    for (float middle; middle = 0.5f * low + 0.5f * high, low < middle && middle < high;) {
+      const int64_t below = count_below(x, full, middle);
+      if (below == rank) {
+        end = middle, ties = 0;
+        return;
+      }
+      (below < rank ? low : high) = middle;
+    }
+    end = count_below(x, full, high) <= rank ? high : low;
+    ties = rank - count_below(x, full, end);
+  }
+
+  // Whether the next number is one of them.
+  bool takes(float x) {
+    const bool is_end = x == end, is_one = (x < end) | (is_end & (ties > 0));
+    ties -= is_end;
+    return is_one;
+  }
+
+ private:
+  static int64_t count_below(const float *x, int64_t full, float end) {
+    ivec sum = {};
+    for (int64_t v = 0; v < full; v += LANES) sum -= load(x + v) < broadcast(end);
+    return sum_of_lanes(__builtin_convertvector(sum, vec));
+  }
+};
+
+// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums
+// of rows; products with them are taken in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
-        most(round_up(2 * p.sample)), order(size), others(size), key(size), seeker(size), some(most * wide), by(most),
+        most(round_up(2 * p.sample)), order(size), others(size), score(round_up(size)), some(most * wide), by(most),
         half(most), along(wide), turned(wide), middle(wide), metric(wide * wide), square(wide * wide) {}
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim;
-    for (int64_t d = 0; d < dim; d++) std::copy_n(p.metric + (set * dim + d) * dim, dim, &metric[d * wide]);
+    measure_keys(set / p.heads, set % p.heads);
     for (int64_t i = 0; i < size; i++) order[i] = i < p.rows_each ? i : -1;
     for (int64_t span = size; span > size / p.count; span /= 2)
       for (int64_t begin = 0; begin < size; begin += span) cut(&order[begin], span);
@@ -34,8 +81,8 @@ class Halver {
   const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr;
   std::vector<int32_t> order, others;
-  std::vector<uint64_t> key;
-  Seeker seeker;
+  std::vector<const float *> key;  // rows that are looked at
+  aligned_vector<float> score;
   // The sampled rows, their products or weights, and those of a half; matrices are padded on both sides.
   aligned_vector<float> some, by, half, along, turned, middle, metric, square;
 
@@ -45,30 +92,54 @@ class Halver {
     while (real && own[real - 1] < 0) real--;
     if (real <= span / 2) return;
     look(own, span, real);
-    const uint64_t first = measure(own, real, span / 2);
+    measure(own, real);
+    Smallest left(score.data(), real, span / 2);
     // Rows of a half stay in their old order.
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
-      const bool below = key[i] < first;
+      const bool is_left = left.takes(score[i]);
       others[high] = own[low] = own[i];
-      low += below, high += !below;
+      low += is_left, high += !is_left;
     }
     std::copy_n(others.begin(), high, own + low);
   }
 
-  // Writes the keys of all rows, and returns the one of which `rank` are smaller.
-  uint64_t measure(const int32_t *own, int64_t real, int64_t rank) {
+  // The metric.
+  void measure_keys(int64_t b, int64_t h) {
+    const uint8_t *real = p.real ? p.real + b * p.keys : nullptr;
+    std::fill(middle.begin(), middle.end(), 0.0f), std::fill(metric.begin(), metric.end(), 0.0f);
+    key.clear();
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) key.push_back(p.key.at<float>(b, h, j));
+    for (const float *row : key) add(middle.data(), row, 1.0f, dim);
+    for (float &x : middle) x /= std::max<size_t>(1, key.size());
+    add_products(key.data(), key.size(), middle.data(), metric);
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t e = 0; e < d; e++) metric[d * wide + e] = metric[e * wide + d];
+  }
+
+  // Adds the products of rows around their mean, on the diagonal and right of it.
+  void add_products(const float *const *row, int64_t count, const float *mean, aligned_vector<float> &sums) {
+    for (int64_t begin = 0; begin < count; begin += p.sample) {
+      const int few = std::min(p.sample, count - begin);
+      for (int j = 0; j < few; j++) {
+        copy_rows(row[begin + j], 0, 1, dim, wide, &some[j * wide]);
+        add(&some[j * wide], mean, -1.0f, dim);
+      }
+      add_square(some.data(), wide, few, wide, sums.data());
+    }
+  }
+
+  // The products of all rows with the direction.
+  void measure(const int32_t *own, int64_t real) {
     for (int64_t i = 0; i < real; i += FOUR) {
       const float *row[FOUR];
-      float found[FOUR];
       for (int r = 0; r < FOUR; r++) {
         row[r] = rows + own[std::min(i + r, real - 1)] * dim;
         prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
       }
-      four_dots(row, turned.data(), dim, found);
-      for (int r = 0; r < FOUR && i + r < real; r++) key[i + r] = sortable(found[r], i + r);
+      four_dots(row, turned.data(), dim, &score[i]);
     }
-    return seeker.seek(key.data(), real, rank, product(middle.data(), turned.data(), dim));
   }
 
   // What is multiplied with rows for their products with `along`.
@@ -127,17 +198,8 @@ class Halver {
 
   // half <- -1 for the `left` smallest of `count` products, of equal ones the first, and 0 for the others.
   void mark(int64_t count, int64_t left) {
-    for (int64_t j = 0; j < count; j++) by[j] = by[j] == by[j] ? by[j] : 0.0f;
-    for (int64_t v = 0; v < count; v += LANES) {
-      const vec own = load(&by[v]);
-      const ivec place = count_up() + int32_t(v);
-      ivec rank = {};
-      for (int64_t j = 0; j < count; j++) {
-        const vec other = broadcast(by[j]);
-        rank -= (other < own) | ((other == own) & (place > int32_t(j)));
-      }
-      store(&half[v], rank < int32_t(left) ? broadcast(-1.0f) : vec{});
-    }
+    Smallest smallest(by.data(), count, left);
+    for (int64_t j = 0; j < round_up(count, FOUR); j++) half[j] = -float(smallest.takes(by[j]));
   }
 
   // The means of the sets, and the covariance around them, of every `step`-th row of each.
@@ -149,24 +211,18 @@ class Halver {
       const int32_t *own = &order[c * each];
       float *mean = p.mean + (set * p.count + c) * dim;
       std::fill_n(mean, dim, 0.0f);
-      int64_t real = 0;
-      for (int64_t i = 0; i < each && own[i] >= 0; i += p.step, real++) add(mean, rows + own[i] * dim, 1.0f, dim);
-      for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<int64_t>(1, real);
-      all += real;
-      for (int64_t begin = 0; begin < real; begin += p.sample) {
-        const int count = std::min(p.sample, real - begin);
-        for (int j = 0; j < count; j++) {
-          float *row = &some[j * wide];
-          std::fill_n(std::copy_n(rows + own[(begin + j) * p.step] * dim, dim, row), wide - dim, 0.0f);
-          add(row, mean, -1.0f, dim);
-        }
-        for (int64_t d = 0; d < wide; d += SOME)
-          mix(some.data(), wide, count, wide, &some[d], wide, &square[d * wide], wide);
-      }
+      key.clear();
+      for (int64_t i = 0; i < each && own[i] >= 0; i += p.step) key.push_back(rows + own[i] * dim);
+      for (const float *row : key) add(mean, row, 1.0f, dim);
+      for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<size_t>(1, key.size());
+      add_products(key.data(), key.size(), mean, square);
+      for (int64_t d = 0; d < dim; d++) mean[d] *= p.scale;
+      all += key.size();
     }
-    const float rows_seen = std::max<int64_t>(1, all);
+    const float unit = p.scale * p.scale / std::max<int64_t>(1, all);
+    float *within = p.within + set * dim * dim;
     for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < dim; e++) p.within[(set * dim + d) * dim + e] = square[d * wide + e] / rows_seen;
+      for (int64_t e = d; e < dim; e++) within[d * dim + e] = within[e * dim + d] = unit * square[d * wide + e];
   }
 };
 
@@ -191,46 +247,85 @@ template <class T>
 class Choosing {
  public:
   explicit Choosing(const Best &p)
-      : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)),
-        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), held(TILE * 2 * p.count) {}
+      : p(p), dim(p.dim), form(dim * dim), lanes(dim * TILE), turned(dim * TILE), cohorts(dim),
+        copy(CHUNK * round_up(dim)), score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE),
+        room(round_up(2 * p.count)), lacking(TILE * room), place(TILE * room) {}
 
-  void choose(int64_t head, int64_t tile) {
+  // The offsets of a tile of keys from their products with a cohort's mean query to their scores. `far`: the largest
+  // distance of the head.
+  void weigh(int64_t head, int64_t tile, float far, float *offset) {
+    const int64_t b = head / p.heads, h = head % p.heads, first = tile * TILE, at = head * p.keys + first;
+    const int count = std::min<int64_t>(TILE, p.keys - first);
+    if (held != head) read_form(head);
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
+    for (int d = 0; d < dim; d++)
+      for (int v = 0; v < TILE; v += LANES) {
+        float *x = &lanes[d * TILE + v];
+        store(x, load(x) - p.middle[head * dim + d]);
+      }
+    triangular(form.data(), dim, lanes.data(), turned.data());
+    float distance[TILE], variance[TILE], sum[TILE];
+    std::fill(std::copy_n(p.distance + at, count, distance), distance + TILE, 1.0f);
+    const vec least = broadcast(std::max(p.near * far, std::numeric_limits<float>::min()));
+    count_multiply_adds((dim + 1) * TILE);
+    for (int v = 0; v < TILE; v += LANES) {
+      vec half = {};
+      for (int d = 0; d < dim; d++) half += load(&lanes[d * TILE + v]) * load(&turned[d * TILE + v]);
+      store(variance + v, half), store(sum + v, half + p.power * logarithm(max(load(distance + v), least)));
+    }
+    std::copy_n(variance, count, p.half_variance + at), std::copy_n(sum, count, offset + at);
+    for (int i = 0; p.real && i < count; i++)
+      if (!p.real[b * p.keys + first + i]) offset[at + i] = -INFINITY;
+  }
+
+  void choose(int64_t head, int64_t tile, const float *offset) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
     std::fill_n(least, TILE, -INFINITY), std::fill_n(many, TILE, 0);
     const int64_t some = std::min(p.keys, SOME_KEYS);
-    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, &score[first * TILE]);
+    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, offset, &score[first * TILE]);
     raise(some);
     std::fill(least + cohorts.count, least + TILE, INFINITY);
     for (int64_t first = 0; first < some; first += CHUNK) take(&score[first * TILE], first);
     for (int64_t first = some; first < p.keys; first += CHUNK) {
-      look(head, first, score.data());
+      look(head, first, offset, score.data());
       take(score.data(), first);
     }
     for (int i = 0; i < cohorts.count; i++) {
       shrink(i);
-      const uint64_t *own = &held[i * 2 * p.count];
       const int64_t to = ((head * p.cohorts) + tile * TILE + i) * p.count;
       for (int64_t s = 0; s < p.count; s++) {
         p.used[to + s] = s < many[i];
-        p.index[to + s] = p.used[to + s] ? (uint32_t)own[s] : 0;
+        p.index[to + s] = s < many[i] ? place[i * room + s] : 0;
       }
-      std::sort(p.index + to, p.index + to + many[i]);
     }
   }
 
  private:
   const Best &p;
   const int dim;
+  aligned_vector<float> form, lanes, turned;  // x^T form x = x^T W x / 2, upper triangular
+  int64_t held = -1;                          // the head whose form this is
   CohortLanes cohorts;
   aligned_vector<float> copy, score;
-  static constexpr int64_t SOME_KEYS = 1024;  // the first ones
+  static constexpr int64_t SOME_KEYS = 2048;  // the first ones
   static constexpr int HALVINGS = 10;
-  aligned_vector<uint64_t> held;  // of every cohort, the best keys so far, and as many more
-  int64_t many[TILE];             // how many these are
-  float least[TILE];              // what a score must pass; lanes of no cohort hold nothing
+  // Of every cohort, the best keys so far and as many more, in order: their scores, with the sign changed, and places.
+  const int64_t room;
+  aligned_vector<float> lacking;
+  aligned_vector<int32_t> place;
+  int64_t many[TILE];  // how many these are
+  float least[TILE];   // what a score must pass; lanes of no cohort hold nothing
+
+  void read_form(int64_t head) {
+    held = head;
+    const float *within = p.within + head * dim * dim;
+    for (int d = 0; d < dim; d++)
+      for (int e = 0; e < dim; e++)
+        form[d * dim + e] = e < d ? 0.0f : within[d * dim + e] * (e == d ? 0.5f : 1.0f);
+  }
 
   // The scores of CHUNK keys.
-  void look(int64_t head, int64_t first, float *to) {
+  void look(int64_t head, int64_t first, const float *offset, float *to) {
     const int64_t b = head / p.heads, h = head % p.heads, rows = std::min<int64_t>(CHUNK, p.keys - first);
     int64_t stride = p.key.row;
     const float *key = floats(p.key.at<T>(b, h, first), stride, rows, dim, round_up(dim), copy.data());
@@ -238,7 +333,7 @@ class Choosing {
     count_multiply_adds(rows * cohorts.used);
     for (int v = 0; v < cohorts.used; v += LANES)
       for (int j = 0; j < rows; j++)
-        store(to + j * TILE + v, load(to + j * TILE + v) + p.offset[head * p.keys + first + j]);
+        store(to + j * TILE + v, load(to + j * TILE + v) + offset[head * p.keys + first + j]);
   }
 
   // Halves the range of the first scores until few more than `count` of them pass `least`: most others are never held.
@@ -268,24 +363,44 @@ class Choosing {
       for (int v = 0; v < cohorts.used; v += LANES)
         for (uint32_t bits = bits_of(load(own + v) > load(least + v)); bits; bits &= bits - 1) {
           const int i = v + __builtin_ctz(bits);
-          held[i * 2 * p.count + many[i]++] = sortable(own[i], j);
-          if (many[i] == 2 * p.count) shrink(i);
+          lacking[i * room + many[i]] = -own[i], place[i * room + many[i]] = j;
+          if (++many[i] == room) shrink(i);
         }
   }
 
   void shrink(int i) {
     if (many[i] <= p.count) return;
-    uint64_t *own = &held[i * 2 * p.count], *last = own + p.count - 1;
-    std::nth_element(own, last, own + many[i], std::greater<uint64_t>());
-    many[i] = p.count, least[i] = number_of(*last >> 32);
+    float *own = &lacking[i * room];
+    int32_t *its = &place[i * room];
+    Smallest best(own, many[i], p.count);
+    least[i] = -best.end;
+    int64_t kept = 0;
+    for (int64_t j = 0; j < many[i]; j++) {
+      own[kept] = own[j], its[kept] = its[j];
+      kept += best.takes(own[j]);
+    }
+    many[i] = kept;
   }
 };
 
 template <class T>
 static void best(const Best &p, int threads) {
-  const int64_t tiles = (p.cohorts + TILE - 1) / TILE;
-  const auto choose = [&](Choosing<T> &choosing, int64_t i) { choosing.choose(i / tiles, i % tiles); };
-  in_parallel(threads, p.batch * p.heads * tiles, [&] { return Choosing<T>(p); }, choose);
+  const int64_t heads = p.batch * p.heads;
+  aligned_vector<float> offset(heads * p.keys), far(heads);
+  const auto measure = [&](Choosing<T> &, int64_t head, int64_t) {
+    const uint8_t *real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+    far[head] = 0.0f;
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) far[head] = std::max(far[head], p.distance[head * p.keys + j]);
+  };
+  const auto weigh = [&](Choosing<T> &choosing, int64_t head, int64_t tile) {
+    choosing.weigh(head, tile, far[head], offset.data());
+  };
+  const auto choose = [&](Choosing<T> &choosing, int64_t head, int64_t tile) {
+    choosing.choose(head, tile, offset.data());
+  };
+  in_phases(threads, heads, p.keys <= PIECE, [&] { return Choosing<T>(p); }, Phase{1, measure},
+            Phase{(p.keys + TILE - 1) / TILE, weigh}, Phase{(p.cohorts + TILE - 1) / TILE, choose});
 }
 
 }  // namespace fewkeys

@@ -2,88 +2,82 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, alike, struct
+from fewkeys.native.tensors import KernelArgs, Rows, alike, dense, struct
 
 
 def halve(
-    rows: Tensor, metric: Tensor, count: int, *, step: int, sample: int, power: int, refine: int
+    rows: Tensor, key: Tensor, real: Tensor | None, count: int, *, scale: float, **steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Places (R, count, M), means (R, count, F) and covariance (R, F, F) of float32 rows (R, m, F): what
-    `sketch.cohorts.split`, from about `sample` rows of a set in so many steps, and `sketch.cohorts.described` promise.
+    """Places (B, H, count, M), means (B, H, count, F) and covariance (B, H, F, F) of float32 rows (B, H, m, F), times
+    the scale: what `sketch.halves.split` and `described` promise. The metric is that of keys (B, H, M', F), of which
+    `real` (B, M') count.
     """
-    sets, many, dim = rows.shape
-    place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
-    output = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
-    held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **output}
-    sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
-    steps = {"sample": sample, "power": power, "refine": refine}
-    call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
-    return output["place"], output["mean"], output["within"]
+    batch, heads, many, dim = rows.shape
+    sets, key = rows.shape[:2], dense(key)
+    place = torch.empty((*sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
+    output = {"place": place, "mean": rows.new_empty((*sets, count, dim)), "within": rows.new_empty((*sets, dim, dim))}
+    sizes = {"sets": batch * heads, "heads": heads, "rows_each": many, "keys": key.shape[2], "dim": dim, "count": count}
+    held = {"rows": rows, "real": real, **output}
+    call("fewkeys_halve", struct("Halves")(key=Rows.of(key), **held, **sizes, **steps, scale=scale))
+    return place, output["mean"], output["within"]
 
 
-def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` keys of largest `mean_h . key_j + offset_j` of every cohort, mean (B, H', H, D), offset (B, H', N):
-    places (B, H', H, count), in order, and which of them are used.
+def best(key: Tensor, facts: dict[str, Any], count: int, *, near: float, power: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best keys of every cohort: places (B, H', H, count), in order, which of them are used, and half the
+    variance of every key's scores (B, H', N): what `select.outliers` promises. `facts`: the fields that `Best` of
+    `problems.h` reads, by name.
     """
-    (key,), mean, offset = alike(key), mean.contiguous(), offset.contiguous()
+    (key,), mean = alike(key), facts["mean"]
     batch, heads, keys, dim = key.shape
     shape = (*mean.shape[:3], count)
-    index, used = (
-        torch.empty(shape, dtype=torch.int64, device="cpu"),
-        torch.empty(shape, dtype=torch.uint8, device="cpu"),
-    )
-    addresses = {"mean": mean, "offset": offset, "index": index, "used": used}
+    index, used = (torch.empty(shape, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.bool))
+    half_variance = mean.new_empty(key.shape[:3])
+    held = {**facts, "index": index, "used": used, "half_variance": half_variance}
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
-    call("fewkeys_best", struct("Best")(key=Rows.of(key), **addresses, **sizes), key.dtype)
-    return index, used.bool()
+    call("fewkeys_best", struct("Best")(key=Rows.of(key), **held, **sizes, near=near, power=power), key.dtype)
+    return index, used, half_variance
 
 
 def tilt(
-    key: Tensor, value: Tensor, facts: dict[str, Tensor | None], count: int, together: bool, **numbers: float
+    key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, **numbers: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Mass, energy, size, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
     `count` clusters. `facts` and `numbers`: the fields that `Tilts` of `problems.h` reads, by name.
     """
-    (key, value), held = alike(key, value), _dense(facts)
-    mean = held["mean"]
+    (key, value), mean = alike(key, value), facts["mean"]
     mass, energy, size, level = mean.new_empty((4, *mean.shape[:3], count)).unbind()
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
     sums = {"mass": mass, "energy": energy, "size": size, "key_sum": key_sum, "value_sum": value_sum, "level": level}
-    args = _tilts(key, value, held | sums, numbers)
-    args.together = None if products is None else products.data_ptr()
-    call("fewkeys_tilt", args, key.dtype)
+    call("fewkeys_tilt", _tilts(key, value, facts | sums | {"together": products}, numbers), key.dtype)
     return mass, energy, size, key_sum, value_sum, level, products
 
 
 def tilt_back(
     key: Tensor,
     value: Tensor,
-    facts: dict[str, Tensor | None],
+    facts: dict[str, Any],
     gradients: tuple[Tensor, Tensor, Tensor | None],
     **numbers: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values, float32, from those of both sums and `together`. `facts`: as in `tilt`, and the
     `level` that it returns.
     """
-    (key, value), held = alike(key, value), _dense(facts)
-    of_sums = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
+    key, value = alike(key, value)
+    of_sums = dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True))
     output = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **(of_sums | output))
+    args = struct("TiltsBack")(of=_tilts(key, value, facts, numbers), **of_sums, **output)
     call("fewkeys_tilt_back", args, key.dtype)
     return output["key"], output["value"]
 
 
-def _dense(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: part.contiguous() for name, part in tensors.items() if part is not None}
-
-
-def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[str, float]) -> KernelArgs:
-    """The struct `Tilts` of contiguous tensors."""
+def _tilts(key: Tensor, value: Tensor, held: dict[str, Any], numbers: dict[str, float]) -> KernelArgs:
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
     sizes |= {"cohorts": held["mean"].shape[2], "count": held["level"].shape[3], "kept": held["index"].shape[3]}

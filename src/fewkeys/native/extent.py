@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import Rows as TensorRows
 from fewkeys.core.validation import largest_entries
 from fewkeys.native.build import call
 from fewkeys.native.tensors import DTYPES, Rows, dense, readable, struct, wants_gradient
@@ -21,21 +24,47 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     return _look(query, key, value, {})
 
 
-def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Such rows with those of every head side by side in memory.
+def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
+    """`largest`, and such rows with those of every head side by side in memory, unless gradients are needed.
 
     Models have those of all heads of a token side by side. The kernel reads them in this order; torch copies head by
     head, and once a tensor is larger than the cache, it waits for memory at every row.
     """
     rows = query, key, value
     if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
-        return tuple(part.contiguous() for part in rows)
-    copies = {name: part.new_empty(part.shape) for name, part in zip(_COPIES, rows, strict=True)}
-    _look(query, key, value, copies)
-    return tuple(copies.values())
+        return largest(*rows), rows
+    sizes = [part.numel() for part in rows]
+    parts = _scratch(sum(sizes), query.dtype).split(sizes)
+    copies = {name: part.view(own.shape) for name, part, own in zip(_COPIES, parts, rows, strict=True)}
+    return _look(query, key, value, copies), (copies["query_copy"], copies["key_copy"], copies["value_copy"])
 
 
 _COPIES = ("query_copy", "key_copy", "value_copy")
+_LARGEST_SCRATCH = 2**26
+_scratches: list[Any] = []
+
+
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory of an earlier call that no tensor uses any more, else new memory, kept for later calls if it is small.
+
+    The system must clear the pages of fresh memory: for the copies of a layer that takes as long as copying.
+    """
+    size = count * dtype.itemsize
+    try:
+        buffer = _scratches.pop()  # now no other thread has it
+    except IndexError:
+        buffer = None
+    # A tensor of the buffer would be a third reference.
+    if buffer is None or len(buffer) < size or sys.getrefcount(buffer) > _FREE:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+    scratch = torch.from_numpy(buffer)
+    if len(buffer) <= _LARGEST_SCRATCH and not _scratches:
+        _scratches.append(buffer)
+    return scratch[:size].view(dtype)
+
+
+_FREE = 2
+"""References to a buffer while `_scratch` asks for them: its own, and that of the question."""
 
 
 def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -64,10 +64,7 @@ class Framing {
     int64_t stride = p.query.row;
     add_rows(query, stride, count, dim, sums);
     const float *rows = floats(query, stride, count, dim, tall, copy.data());
-    for (int64_t d = 0; d < tall; d += SOME) {
-      const int64_t from = d / FILL * FILL;
-      mix(rows + from, stride, count, tall - from, rows + d, stride, sums + dim + d * tall + from, tall);
-    }
+    add_square(rows, stride, count, tall, sums + dim);
   }
 
   // The mean key and value, and the values' unit.

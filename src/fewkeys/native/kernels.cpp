@@ -1,6 +1,5 @@
 // What the library exports: every kernel, and what its loader calls. One translation unit, so that the products that
 // all kernels share are compiled once.
-#include "blocks.h"
 #include "cohort_means.h"
 #include "cohorts.h"
 #include "extent.h"
@@ -22,17 +21,10 @@ namespace fewkeys {
   FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
     return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); });  \
   }
-#define EXPORT_BY_PRODUCTS(name, Args)                                                         \
-  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
-    return outcome_of(                                                                         \
-        [=] { with_products(is_bf16, [=](auto with) { name<decltype(with)>(*p, threads); }); }); \
-  }
 
-EXPORT_BY_PRODUCTS(attend, Near)
-EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
+EXPORT_BY_DTYPE(attend, Near)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
-EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
 EXPORT_BY_DTYPE(best, Best)
@@ -66,31 +58,6 @@ FEWKEYS_EXPORT const char *fewkeys_set() {
 
 // The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
-
-// The sizes that ctypes must agree on; -1 for an unknown struct.
-FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
-#define SIZE_OF(type) \
-  if (!strcmp(name, #type)) return sizeof(type)
-  SIZE_OF(Rows);
-  SIZE_OF(Near);
-  SIZE_OF(Blocks);
-  SIZE_OF(Extents);
-  SIZE_OF(Survey);
-  SIZE_OF(Sums);
-  SIZE_OF(Framed);
-  SIZE_OF(Lloyd);
-  SIZE_OF(Clustered);
-  SIZE_OF(Halves);
-  SIZE_OF(Best);
-  SIZE_OF(Tilts);
-  SIZE_OF(TiltsBack);
-  SIZE_OF(CohortStandIns);
-  SIZE_OF(Coding);
-  SIZE_OF(Scan);
-  SIZE_OF(ScanAttend);
-#undef SIZE_OF
-  return -1;
-}
 
 #ifdef FEWKEYS_COUNT
 FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {

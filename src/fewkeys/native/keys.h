@@ -19,11 +19,16 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
   }
 }
 
+// Products of an upper triangular matrix (dim, dim) with `lanes`.
+static void triangular(const float *form, int dim, const float *lanes, float *to) {
+  for (int r = 0; r < dim; r += ROWS)
+    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, to + r * TILE);
+}
+
 // Spread and importance of the keys in `lanes`, L^T upper triangular; `scores` has D + 1 rows.
 static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
                 float *importance) {
-  for (int r = 0; r < dim; r += ROWS)
-    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, scores + r * TILE);
+  triangular(form, dim, lanes, scores);
   measure(scores, shift, dim, spread);
   dots(form + dim * dim, dim, 1, dim, lanes, scores + dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {
@@ -48,52 +53,6 @@ static void nearest_of(const float *scores, const float *constant, int count, fl
     store(nearest + v, best);
     memcpy(label + v, &whose, sizeof whose);
   }
-}
-
-// Surveys a tile of keys of a head, from key `first` on.
-template <class T>
-class Surveyor {
- public:
-  explicit Surveyor(const Survey &p)
-      : p(p), both(p.dim + p.value_dim), lanes(both * TILE), scores(std::max(p.dim + 1, p.count) * TILE) {}
-
-  void look(int64_t head, int64_t first) {
-    const int64_t b = head / p.heads, h = head % p.heads;
-    const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);
-    float one[TILE], other[TILE];
-    int32_t label[TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes.data());
-    if (p.form) {
-      see(p.form + head * (p.dim + 1) * p.dim, p.shift + head * (p.dim + 1), p.dim, lanes.data(), scores.data(), one,
-          other);
-      std::copy(one, one + rows, p.spread + at);
-      std::copy(other, other + rows, p.importance + at);
-    }
-    if (p.count) {
-      float *values = &lanes[p.dim * TILE];
-      to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, values);
-      dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
-      nearest_of(scores.data(), p.constant + head * p.count, p.count, one, label);
-      std::copy(one, one + rows, p.nearest + at);
-      std::copy(label, label + rows, p.label + at);
-      if (p.middle) {
-        measure(values, p.middle + head * p.value_dim, p.value_dim, one);
-        std::copy(one, one + rows, p.square + at);
-      }
-    }
-  }
-
- private:
-  const Survey &p;
-  const int64_t both;
-  aligned_vector<float> lanes, scores;
-};
-
-template <class T>
-static void survey(const Survey &p, int threads) {
-  const int64_t tiles = (p.keys + TILE - 1) / TILE;
-  const auto look = [&](Surveyor<T> &surveyor, int64_t t) { surveyor.look(t / tiles, t % tiles * TILE); };
-  in_parallel(threads, tiles * p.batch * p.heads, [&] { return Surveyor<T>(p); }, look, 16);
 }
 
 // The sums of some keys, a few at a time.

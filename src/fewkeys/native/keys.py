@@ -16,37 +16,6 @@ from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, alike, struct
 
 
-def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Spread and importance of the keys, both float32 (B, H, N).
-
-    With `form` (B, H, D + 1, D), the rows of L^T, L lower triangular, and the mean query, and `shift` (B, H, D + 1, 1),
-    what they give for the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance*
-    `x_(D+1) + (s - x_(D+1)^2) / 2`.
-    """
-    spread, importance = form.new_empty((2, *key.shape[:3])).unbind()
-    _survey(key, key[..., :0], form=form, shift=shift, spread=spread, importance=importance)
-    return spread, importance
-
-
-def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `[k, v] . centre_c + constant_c` of every key, and the first c that attains it, int64: (B, H, N).
-
-    centre (B, H, C, D + Dv), constant (B, H, C, 1).
-    """
-    nearest = centre.new_empty(key.shape[:3])
-    label = torch.empty_like(nearest, dtype=torch.int64)
-    _survey(key, value, centre=centre, constant=constant, nearest=nearest, label=label)
-    return nearest, label
-
-
-def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
-    """Read the input parts, and write the output parts that belong to them."""
-    key, value = alike(key, value)
-    held = {name: part.contiguous() for name, part in parts.items()}
-    count = held["centre"].shape[2] if "centre" in held else 0
-    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **held, count=count), key.dtype)
-
-
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
     return _sums(key, value, label, share, count, {})
@@ -57,13 +26,13 @@ def sums_and_products(
 ) -> tuple[Tensor, Tensor]:
     """`label_sums`, and in the same pass `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D)."""
     products = share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
-    return _sums(key, value, label, share, count, {"middle": middle.contiguous(), "products": products}), products
+    return _sums(key, value, label, share, count, {"middle": middle, "products": products}), products
 
 
 def _sums(
     key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, others: dict[str, Tensor | None]
 ) -> Tensor:
-    (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
+    key, value = alike(key, value)
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     held = {"label": label, "share": share, "sums": sums, **others}
     call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
@@ -112,33 +81,27 @@ def cluster(
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
-    `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` as
-    `statistics` has them, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1).
+    `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` of
+    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1).
 
     Returns:
         Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
         importance of every cluster (B, H, count).
     """
     *rows, real = sample
-    real = None if real is None else real.contiguous()
     key, value, *rows = alike(key, value, *rows)
-    held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
     form = seen["form"]
-    distance, spread, importance, nearest, square = form.new_empty((5, *key.shape[:3])).unbind()
-    label = torch.empty_like(nearest, dtype=torch.int64)
+    distance, spread, importance = form.new_empty((3, *key.shape[:3])).unbind()
+    label = torch.empty_like(distance, dtype=torch.int64)
     cluster_importance, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
     centre = form.new_empty((*cluster_importance.shape, key.shape[3] + value.shape[3]))
-    held |= {"centre": centre, "constant": constant}
-    lloyd = held | {"importance": cluster_importance, "real": real}
-    numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
-    statistics = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
-    survey = {name: part for name, part in held.items() if name != "unit"} | statistics
-    args = struct("Clustered")(
-        sample=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
-        all=struct("Survey")(**_rows(key, value), **survey, count=count),
-        distance=distance,
-        near=near,
+    results = {"importance": cluster_importance, "centre": centre, "constant": constant}
+    lloyd = struct("Lloyd")(
+        **_rows(*rows), **seen, **results, real=real, count=count, steps=steps, tilt=tilt, lowest=lowest
     )
+    every = {"label": label, "distance": distance, "spread": spread, "importance": importance}
+    both = {"key": Rows.of(key), "value": Rows.of(value)}
+    args = struct("Clustered")(sample=lloyd, **both, **every, keys=key.shape[2], near=near)
     call("fewkeys_cluster", args, key.dtype)
     return label, distance, spread, importance, cluster_importance
 

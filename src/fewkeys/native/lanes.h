@@ -134,6 +134,18 @@ static inline vec exponential(vec x) {
   return x < -80.0f ? vec{} : p * (vec)((ivec)shifted << 23);
 }
 
+// log x of positive normal numbers to 1e-7 of itself or of one: Cephes' polynomial between the roots of 1/2 and 2.
+static inline vec logarithm(vec x) {
+  constexpr int32_t ROOT = 0x3f3504f3;  // the bits of the smaller one
+  const ivec power = ((ivec)x - ROOT) >> 23;
+  const vec r = (vec)((ivec)x - (power << 23)) - 1.0f, whole = __builtin_convertvector(power, vec);
+  vec p = r * 7.0376836292e-2f - 1.1514610310e-1f;
+  for (const float next : {1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                           -2.4999993993e-1f, 3.3333331174e-1f})
+    p = p * r + next;
+  return (p * r * r * r - whole * 2.12194440e-4f) - 0.5f * r * r + r + whole * 0.693359375f;
+}
+
 // Lanes i and i ^ step change places.
 template <int step>
 static inline vec crossed(vec x) {
@@ -162,20 +174,14 @@ static inline float max_of_lanes(vec x) {
     return max_of_lanes<step / 2>(max(x, crossed<step>(x)));
 }
 
-// Products of two rows of whole vectors, not yet summed over lanes.
-static inline vec products(const float *x, const float *y, int count) {
-  count_multiply_adds(count);
-  vec sum = {};
-  for (int d = 0; d < count; d += LANES) sum += load(x + d) * load(y + d);
-  return sum;
-}
-
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
-  const int whole = count / LANES * LANES;
-  float result = sum_of_lanes(products(x, y, whole));
-  count_multiply_adds(count - whole);
-  for (int d = whole; d < count; d++) result += x[d] * y[d];
+  count_multiply_adds(count);
+  vec sum = {};
+  int d = 0;
+  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
+  float result = sum_of_lanes(sum);
+  for (; d < count; d++) result += x[d] * y[d];
   return result;
 }
 

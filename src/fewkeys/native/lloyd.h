@@ -119,26 +119,54 @@ class Clustering {
   }
 };
 
+// Describes all keys of a head, a tile at a time.
+template <class T>
+class Surveyor {
+ public:
+  explicit Surveyor(const Clustered &p)
+      : p(p), of(p.sample), both(of.dim + of.value_dim), lanes(both * TILE),
+        scores(std::max(of.dim + 1, of.count) * TILE) {}
+
+  void look(int64_t head, int64_t first) {
+    const int64_t b = head / of.heads, h = head % of.heads, at = head * p.keys + first, dim = of.dim;
+    const int count = std::min<int64_t>(TILE, p.keys - first);
+    float spread[TILE], importance[TILE], nearest[TILE], square[TILE];
+    int32_t label[TILE];
+    float *values = &lanes[dim * TILE];
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
+    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, of.value_dim, 1.0f, values);
+    see(of.form + head * (dim + 1) * dim, of.shift + head * (dim + 1), dim, lanes.data(), scores.data(), spread,
+        importance);
+    dots(of.centre + head * of.count * both, both, of.count, both, lanes.data(), scores.data());
+    nearest_of(scores.data(), of.constant + head * of.count, of.count, nearest, label);
+    measure(values, of.middle + head * of.value_dim, of.value_dim, square);
+    std::copy(spread, spread + count, p.spread + at);
+    std::copy(importance, importance + count, p.importance + at);
+    std::copy(label, label + count, p.label + at);
+    for (int i = 0; i < count; i++) {
+      const float energy = spread[i] + square[i] * (of.unit[head] * of.unit[head]);
+      p.distance[at + i] = std::max(energy - 2.0f * nearest[i], p.near * energy);
+    }
+  }
+
+ private:
+  const Clustered &p;
+  const Lloyd &of;
+  const int64_t both;
+  aligned_vector<float> lanes, scores;
+};
+
 template <class T>
 static void cluster(const Clustered &p, int threads) {
   struct Worker {
     Clustering<T> centres;
     Surveyor<T> keys;
   };
-  const Survey &all = p.all;
   const auto seek = [](Worker &worker, int64_t head, int64_t) { worker.centres.cluster(head); };
-  const auto look = [&](Worker &worker, int64_t head, int64_t tile) {
-    const int64_t first = tile * TILE;
-    const float unit = p.sample.unit[head];
-    worker.keys.look(head, first);
-    for (int64_t j = head * all.keys + first; j < head * all.keys + std::min(all.keys, first + TILE); j++) {
-      const float energy = all.spread[j] + all.square[j] * (unit * unit);
-      p.distance[j] = std::max(energy - 2.0f * all.nearest[j], p.near * energy);
-    }
-  };
-  const auto make = [&] { return Worker{Clustering<T>(p.sample), Surveyor<T>(all)}; };
-  in_phases(threads, all.batch * all.heads, all.keys <= PIECE, make, Phase{1, seek},
-            Phase{(all.keys + TILE - 1) / TILE, look});
+  const auto look = [](Worker &worker, int64_t head, int64_t tile) { worker.keys.look(head, tile * TILE); };
+  const auto make = [&] { return Worker{Clustering<T>(p.sample), Surveyor<T>(p)}; };
+  in_phases(threads, p.sample.batch * p.sample.heads, p.keys <= PIECE, make, Phase{1, seek},
+            Phase{(p.keys + TILE - 1) / TILE, look});
 }
 
 }  // namespace fewkeys

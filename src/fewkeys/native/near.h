@@ -1,6 +1,6 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 #pragma once
-#include "matrix.h"
+#include "tile.h"
 
 namespace fewkeys {
 
@@ -11,17 +11,24 @@ struct Reach {
   int64_t begin;
   int count;
 };
+static inline Reach reach_of(const Near &p, int64_t first, int rows) {
+  const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
+  return {begin, int(std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin)};
+}
+static inline int64_t most_reached(const Near &p) {
+  return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
+}
 
 // What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
-// left and right factor of the first-order term. Places beyond the last key are zero.
+// left and right factor of the first-order term. Entries of no key are zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
   const int64_t head = b * (p.heads / p.gqa_ratio) + h;
   for (int64_t c = 0; c < p.entries; c++, key += deep, value += wide) {
     const int64_t place = p.place[head * p.entries + c];
-    const bool none = place >= p.keys;
-    copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.dim, deep, key);
-    copy_rows(p.value.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.value_dim, wide, value);
+    const bool used = p.used[head * p.entries + c];
+    copy_rows(p.key.at<T>(b, h / p.cohorts, place), 0, 1, used ? p.dim : 0, deep, key);
+    copy_rows(p.value.at<T>(b, h / p.cohorts, place), 0, 1, used ? p.value_dim : 0, wide, value);
   }
   copy_rows(p.mean_key + head * p.means * p.dim, p.dim, p.means, p.dim, deep, key);
   copy_rows(p.mean_value + head * p.means * p.value_dim, p.value_dim, p.means, p.value_dim, wide, value);
@@ -39,13 +46,8 @@ class NearWeights {
   vec slope[WIDE];             // what the factors of the stand-ins sum up to
 
   explicit NearWeights(const Near &p)
-      : score(round_up(p.entries + p.means + p.rank, STEP) * TILE), near(round_up(most_reached(p), STEP) * TILE), p(p),
+      : score((p.entries + p.means + p.rank) * TILE), near(most_reached(p) * TILE), p(p),
         count((p.means + 1) * TILE) {}
-
-  Reach reach_of(int64_t first, int rows) const {
-    const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-    return {begin, int(std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin)};
-  }
 
   // All but those of the first-order term.
   void weigh(Tile &tile, int64_t head, int64_t first, const Reach &reach) {
@@ -86,10 +88,6 @@ class NearWeights {
   aligned_vector<float> count;  // what every stand-in speaks for; one row more, which `Neighbours` writes
   const ivec lane = count_up();
 
-  static int64_t most_reached(const Near &p) {
-    return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
-  }
-
   void start_counts(const float *start) {
     for (int c = 0; c < p.means; c++)
       for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(start[c]));
@@ -122,9 +120,9 @@ class NearWeights {
 
   void look_at_list(Tile &tile, int64_t head, int64_t position) {
     for (int c = 0; c < p.entries; c++) {
-      const int64_t place = p.place[head * p.entries + c];
-      const int low = place >= p.keys ? TILE : p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;
-      tile.show(&score[c * TILE], lane, low, TILE);
+      const int64_t entry = head * p.entries + c;
+      const int low = p.causal ? std::clamp<int64_t>(p.place[entry] - position, 0, TILE) : 0;
+      tile.show(&score[c * TILE], lane, p.used[entry] ? low : TILE, TILE);
     }
   }
 
@@ -159,58 +157,93 @@ class NearWeights {
   }
 };
 
-template <class Products>
+// Keys and values side by side.
+class Columns {
+ public:
+  Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(round_up(value_dim)) {}
+
+  // Consecutive rows are read in place if possible.
+  template <class T>
+  void read(const T *keys, int64_t key_pitch, const T *values, int64_t value_pitch, int64_t count) {
+    if ((int64_t)copy.size() < count * (dim + wide)) copy.resize(count * (dim + wide));
+    key_stride = key_pitch, value_stride = value_pitch;
+    key = floats(keys, key_stride, count, dim, dim, copy.data());
+    value = floats(values, value_stride, count, value_dim, wide, copy.data() + count * dim);
+  }
+
+  // Inner products (count, TILE) of the first `count` keys with queries in lanes.
+  void dots(const float *query, int count, float *score) const {
+    fewkeys::dots(key, key_stride, count, dim, query, score);
+  }
+
+  // Adds the first `count` values to the sums (TILE, padded Dv) of `rows` queries under weights (count, TILE).
+  // `reach(i, low, high)`: all but those between have no weight for the queries i .. i + SOME - 1.
+  template <class Reach>
+  void mix(const float *weight, int count, int rows, float *sums, Reach reach) const {
+    for (int i = 0; i < rows; i += SOME) {
+      int low = 0, high = count;
+      reach(i, low, high);
+      fewkeys::mix(value + low * value_stride, value_stride, high - low, wide, weight + low * TILE + i, TILE,
+                  sums + i * wide, wide);
+    }
+  }
+  void mix(const float *weight, int count, int rows, float *sums) const {
+    mix(weight, count, rows, sums, [](int, int &, int &) {});
+  }
+
+ private:
+  int dim, value_dim, wide;
+  const float *key = nullptr, *value = nullptr;
+  int64_t key_stride = 0, value_stride = 0;
+  aligned_vector<float> copy;
+};
+
+template <class T>
 class NearAttention {
  public:
-  typedef typename Products::Columns Columns;
-  typedef typename Products::Number Number;
-
   explicit NearAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p) {}
+      : p(p), wide(round_up(p.value_dim)), query(p.dim * TILE), mixed(TILE * wide), band(p.dim, p.value_dim),
+        weights(p) {}
 
   // Queries that follow one another, and the band around them.
   void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
     const int rows = std::min<int64_t>(TILE, p.queries - first);
-    const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
+    const int64_t key_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + key_head;
     const int columns = p.entries + p.means + p.rank;
-    const Reach reach = weights.reach_of(first, rows);
-    float *score = weights.score.data(), *near = weights.near.data();
-    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
-    shared.dots(query, columns, score);
-    band.read(p.key.at<Number>(b, shared_head, reach.begin), p.key.row, p.value.at<Number>(b, shared_head, reach.begin),
-              p.value.row, reach.count);
-    band.dots(query, reach.count, near);
+    const Reach reach = reach_of(p, first, rows);
+    to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, p.dim, 1.0f, query.data());
+    shared.dots(query.data(), columns, weights.score.data());
+    band.read(p.key.at<T>(b, key_head, reach.begin), p.key.row, p.value.at<T>(b, key_head, reach.begin), p.value.row,
+              reach.count);
+    band.dots(query.data(), reach.count, weights.near.data());
 
     Tile tile(p.scale);
     weights.weigh(tile, head, first, reach);
     weights.weigh_first_order(head);
 
-    mixed.clear();
-    shared.mix(score, columns, rows, Everywhere(), mixed);
-    const auto reached = [&](int i, int &low, int &high) {
-      const int64_t from = first + p.offset - reach.begin + i;
+    std::fill(mixed.begin(), mixed.end(), 0.0f);
+    shared.mix(weights.score.data(), columns, rows, mixed.data());
+    band.mix(weights.near.data(), reach.count, rows, mixed.data(), [&](int i, int &low, int &high) {
+      const int64_t from = first + p.offset + i - reach.begin;
       low = std::clamp<int64_t>(from - p.left, 0, reach.count);
       high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
-    };
-    band.mix(near, reach.count, rows, reached, mixed);
-    tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
-               p.value_dim);
+    });
+    tile.write(mixed.data(), wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
   }
 
  private:
   const Near &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
+  const int wide;
+  aligned_vector<float> query, mixed;
   Columns band;
   NearWeights weights;
 };
 
 // What a list and its stand-ins hold, side by side, and the rows that they are read from.
-template <class Products>
+template <class T>
 class Shared {
  public:
-  typename Products::Columns columns;
+  Columns columns;
 
   explicit Shared(const Near &p)
       : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)) {}
@@ -218,7 +251,7 @@ class Shared {
   void read(int64_t b, int64_t h) {
     rows.resize(count * (p.dim + wide));
     float *value = rows.data() + count * p.dim;
-    gather_shared<typename Products::Number>(p, b, h, rows.data(), p.dim, value, wide);
+    gather_shared<T>(p, b, h, rows.data(), p.dim, value, wide);
     columns.read(rows.data(), p.dim, value, wide, count);
   }
 
@@ -228,19 +261,18 @@ class Shared {
   aligned_vector<float> rows;
 };
 
-template <class Products>
+template <class T>
 static void attend_near(const Near &p, int threads) {
   const int64_t shared_heads = p.heads / p.gqa_ratio, lists = p.batch * shared_heads;
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
-  std::vector<Shared<Products>> shared(lists, Shared<Products>(p));
+  std::vector<Shared<T>> shared(lists, Shared<T>(p));
   const auto read = [&](int, int64_t i) { shared[i].read(i / shared_heads, i % shared_heads); };
   in_parallel(threads, lists, [] { return 0; }, read, 16);
-  typedef NearAttention<Products> Attention;
-  const auto attend = [&](Attention &attention, int64_t t) {
+  const auto attend = [&](NearAttention<T> &attention, int64_t t) {
     const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
     attention.attend(shared[b * shared_heads + h / p.gqa_ratio].columns, b, h, t % tiles * TILE);
   };
-  in_parallel(threads, work, [&] { return Attention(p); }, attend, 4);
+  in_parallel(threads, work, [&] { return NearAttention<T>(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

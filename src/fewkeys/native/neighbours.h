@@ -1,12 +1,10 @@
 // Keys around queries that belong to cohorts: queries attend to them in their order, once the cohorts have attended to
 // what they keep. Both parts are joined by their largest scores and their sums.
 #pragma once
+#include "near.h"
 #include "rows.h"
-#include "tile.h"
 
 namespace fewkeys {
-
-static inline bool has_band(const Near &p) { return p.left + p.right >= 0; }
 
 // How many keys are around a query at `position`, and the first of them.
 static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
@@ -14,10 +12,15 @@ static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
   return std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;
 }
 
+// The most keys around a query, in whole vectors.
+static inline int64_t most_around(const Near &p) {
+  return round_up(std::clamp<int64_t>(p.left + p.right + 1, 0, p.keys), LANES);
+}
+
 // One key head of a sequence: the cohort of every query, what each cohort does not see through the band, and what the
 // queries have attended to with their cohorts.
 struct Surroundings {
-  const int64_t most, wide;     // keys around a query, in whole vectors, and Dv filled up
+  const int64_t wide;           // Dv filled up
   std::vector<int32_t> label;   // of the keys: their stand-ins
   std::vector<int32_t> cohort;  // of the queries of all query heads that read the key head; -1 for none
   std::vector<uint8_t> hidden;  // (cohorts, keys), ones for padding and for keys in the cohort's list
@@ -25,22 +28,21 @@ struct Surroundings {
   // under these weights, filled up to `wide`.
   aligned_vector<float> top, sum, mixed;
 
-  explicit Surroundings(const Near &p)
-      : most(round_up(std::clamp<int64_t>(p.left + p.right + 1, 0, p.keys), LANES)), wide(round_up(p.value_dim)) {}
+  explicit Surroundings(const Near &p) : wide(round_up(p.value_dim)) {}
 
   // Of the key head with the cohorts from `first` on, counted through all key heads.
   void read(const Near &p, int64_t first) {
     const int64_t queries = p.asking * p.asked, keys = first / p.cohorts * p.keys;
-    cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys + most, 0);
+    cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys + most_around(p), 0);
     top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
     if (p.means) label.assign(p.label + keys, p.label + keys + p.keys);
     for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t *own = p.order + (first + h) * p.queries, *place = p.place + (first + h) * p.entries;
+      const int64_t *own = p.order + (first + h) * p.queries, list = (first + h) * p.entries;
       for (int64_t i = 0; i < p.queries; i++)
         if (own[i] >= 0) cohort[own[i]] = h;
       if (p.hidden) std::copy_n(p.hidden + keys, p.keys, &hidden[h * p.keys]);
       for (int64_t c = 0; c < p.entries; c++)
-        if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;
+        if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;
     }
   }
 
@@ -67,13 +69,13 @@ class Neighbours {
   explicit Neighbours(const Near &p) : p(p), part(p.means + 1) {}
 
   // The masses (means + 1, TILE) of the stand-ins of cohort h, counted through all key heads, lose an equal part for
-  // each key that a query sees. `row`: the numbers of the queries.
-  void look(const Surroundings &around, int64_t h, const int64_t *row, int rows, float *mass) {
+  // each key that a query sees. `place`: where the queries stand.
+  void look(const Surroundings &around, int64_t h, const int64_t *place, int rows, float *mass) {
     for (int64_t c = 0; c < p.means; c++) part[c] = p.total[h * p.means + c] / std::max(p.size[h * p.means + c], 1.0f);
     const uint8_t *hidden = &around.hidden[h % p.cohorts * p.keys];
     for (int i = 0; p.means && i < rows; i++) {
       int64_t first;
-      const int count = keys_around(p, row[i] % p.asked + p.offset, first);
+      const int count = keys_around(p, place[i] + p.offset, first);
       for (int64_t j = first; j < first + count; j++) {
         const int64_t c = hidden[j] ? p.means : around.label[j];
         mass[c * TILE + i] -= part[c];
@@ -91,9 +93,9 @@ class Neighbours {
 template <class T>
 class BandAttention {
  public:
-  BandAttention(const Near &p, int64_t most)
-      : p(p), most(most), query(p.dim), mixed(round_up(p.value_dim)), score(TILE * most), key(TILE + most + FOUR),
-        value(key.size()) {}
+  explicit BandAttention(const Near &p)
+      : p(p), most(most_around(p)), query(p.dim), mixed(round_up(p.value_dim)), score(TILE * most),
+        key(TILE + most + FOUR), value(key.size()) {}
 
   // The queries from `place` on of query head h; `row`: the number of the first one among those of its key head.
   void attend(const Surroundings &around, int64_t b, int64_t h, int64_t place, int64_t row) {

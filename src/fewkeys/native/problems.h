@@ -20,7 +20,8 @@ struct Rows {
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 struct Near {
   Rows query, key, value, out;
-  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
+  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand
+  const uint8_t *used;                     // the same: zero for entries of no key
   const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;      // (B Hkv, means)
@@ -36,32 +37,6 @@ struct Near {
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
   int64_t cohorts, asking, asked;
   float scale;
-};
-
-// Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
-struct Blocks {
-  Rows query, key, value, out;
-  Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
-  const float *bias;          // (B Hkv, blocks, M), -inf for none
-  const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
-  // Blocks are of positions; the first is that of the first query.
-  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
-  float scale;
-};
-
-struct Survey {
-  Rows key, value;
-  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
-  // mean key. Null: not asked.
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
-  float *spread, *importance;  // (B Hkv, Nk)
-  // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
-  const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
-  float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
-  int64_t *label;                  // (B Hkv, Nk): the first that attains it
-  const float *middle;             // (B Hkv, Dv); null: not asked
-  float *square;                   // (B Hkv, Nk): |v - middle|^2
-  int64_t batch, heads, keys, dim, value_dim, count;
 };
 
 struct Sums {
@@ -98,10 +73,12 @@ struct Framed {
 struct Lloyd {
   Rows key, value;             // (B, Hkv, M, D or Dv)
   const uint8_t *real;         // (B, M); null: all are
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
+  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
+  // mean key.
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
   const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
   float *importance;           // (B Hkv, C)
-  float *centre, *constant;    // as those of `Survey`
+  float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C): of keys and values side by side
   int64_t batch, heads, keys, dim, value_dim, count, steps;
   float tilt, lowest;
 };
@@ -109,29 +86,37 @@ struct Lloyd {
 // The clusters of all keys, around centres from some of them.
 struct Clustered {
   Lloyd sample;
-  Survey all;
-  float *distance;  // (B Hkv, Nk)
-  float near;       // of a squared distance from the mean: the least from a centre
+  Rows key, value;
+  int64_t *label;                         // (B Hkv, Nk): the first cluster of the largest x . centre + constant
+  float *distance, *spread, *importance;  // (B Hkv, Nk)
+  int64_t keys;
+  float near;  // of a squared distance from the mean: the least from a centre
 };
 
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
-  const float *metric;  // (sets, dim, dim)
+  Rows key;             // float, (B, Hkv, keys, dim), sets = B Hkv: their products around their mean are the metric
+  const uint8_t *real;  // (B, keys): which of them count; null: all
   int64_t *place;       // (sets, rows_each padded to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
-  int64_t sets, rows_each, dim, count, step, sample, power, refine;
+  int64_t sets, heads, rows_each, keys, dim, count, step, sample, power, refine;
+  float scale;          // of the rows, in what describes the parts
 };
 
-// The best keys of every cohort: `fewkeys.sketch.tilted.best`.
+// The best keys of every cohort: `fewkeys.select.outliers`.
 struct Best {
   Rows key;
-  const float *mean;    // (B Hkv, H, D)
-  const float *offset;  // (B Hkv, Nk)
-  int64_t *index;       // (B Hkv, H, S)
-  uint8_t *used;        // (B Hkv, H, S)
+  const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D)
+  const float *middle;         // (B Hkv, D): the mean key
+  const float *distance;       // (B Hkv, Nk): squared, of a key from its centre
+  const uint8_t *real;         // (B, Nk); null: all are
+  float *half_variance;        // (B Hkv, Nk): k^T W k / 2
+  int64_t *index;              // (B Hkv, H, S)
+  uint8_t *used;               // (B Hkv, H, S)
   int64_t batch, heads, keys, dim, cohorts, count;
+  float near, power;           // the least distance, of the largest; the power of distances
 };
 
 // Sums over clusters as every cohort sees them: `fewkeys.sketch.tilted.Tilted`.

@@ -123,6 +123,15 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
 
+// Adds the products of rows (count, dim) with themselves to a matrix (dim, dim), on the diagonal and right of it; FILL
+// divides dim.
+static inline void add_square(const float *row, int64_t stride, int count, int dim, float *sums) {
+  for (int d = 0; d < dim; d += SOME) {
+    const int from = d / FILL * FILL;
+    mix(row + from, stride, count, dim - from, row + d, stride, sums + d * dim + from, dim);
+  }
+}
+
 // U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which the diagonal and the
 // entries right of it are read, and zeros below. False if A is not positive definite.
 static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {

@@ -22,9 +22,9 @@ COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
 HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
-    *("columns.h", "matrix.h", "neighbours.h", "near.h", "near_cohorts.h", "blocks.h"),
+    *("matrix.h", "neighbours.h", "near.h", "near_cohorts.h"),
     *("keys.h", "frame.h", "lloyd.h", "extent.h"),
-    *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
+    *("rows.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
     *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
 )
 FLAGS = (
@@ -54,11 +54,11 @@ _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni", "avx512vbmi", "avx512_vbmi2"}
-_AMX = _VNNI | {"avx512_bf16", "amx_bf16", "amx_int8", "amx_tile"}
+_AMX = _VNNI | {"amx_int8", "amx_tile"}
 # By default compilers use half of the widest vectors, and for some processors split every wide move.
 _WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
 _BYTES = (*_WIDE, "-mavx512vnni", "-mavx512vbmi", "-mavx512vbmi2")
-_MATRIX = (*_BYTES, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_MATRIX = (*_BYTES, "-mamx-tile", "-mamx-int8")
 
 SETS = (
     InstructionSet("v2", "x86_64", _V2, ("-march=x86-64-v2", "-mtune=generic")),

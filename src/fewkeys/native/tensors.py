@@ -15,8 +15,6 @@ from torch.autograd import forward_ad
 from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
-FILL = 16
-"""Rows of values are padded to a multiple of this, as in `lanes.h`."""
 
 
 def suits(*tensors: Tensor | None) -> bool:
@@ -58,7 +56,7 @@ class Rows(ctypes.Structure):
 class KernelArgs(ctypes.Structure):
     """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
 
-    Tensors are contiguous, of the dtype that the struct declares, and must live as long as the call.
+    Tensors have the dtype that the struct declares; contiguous, they live as long as the arguments.
     """
 
     kinds: dict[str, str]
@@ -66,15 +64,15 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        fields = values.items()
-        super().__init__(**{name: self._address(name, x) if isinstance(x, Tensor) else x for name, x in fields})
-
-    def _address(self, name: str, tensor: Tensor) -> int:
-        """The address of a tensor. Read as another dtype, it would give numbers that look like any others."""
-        expected = _POINTED.get(self.kinds[name])
-        if expected is not None and tensor.dtype not in expected:
-            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {tensor.dtype}")
-        return tensor.data_ptr()
+        self.alive = [x.contiguous() if isinstance(x, Tensor) else x for x in values.values()]
+        for name, x in zip(values, self.alive, strict=True):
+            if isinstance(x, Tensor):
+                # Read as another dtype, it would give numbers that look like any others.
+                expected = _POINTED.get(self.kinds[name])
+                if expected is not None and x.dtype not in expected:
+                    raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {x.dtype}")
+                values[name] = x.data_ptr()
+        super().__init__(**values)
 
 
 @lru_cache
@@ -115,8 +113,3 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in such layouts and in one dtype: float32 where theirs differ."""
     same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
     return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
-
-
-def round_up(dim: int) -> int:
-    """The next multiple of `FILL`."""
-    return -(-dim // FILL) * FILL

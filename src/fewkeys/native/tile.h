@@ -44,17 +44,6 @@ struct Tile {
     }
   }
 
-  // The same for stand-ins that all queries see, with the bias of each.
-  void show_means(float *score, const float *bias, int count) {
-    count_multiply_adds(count * TILE);
-    for (int c = 0; c < count; c++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(score + c * TILE + v) * scale + bias[c];
-        store(score + c * TILE + v, x);
-        top[w] = max(top[w], x);
-      }
-  }
-
   // Queries that see no key subtract zero: their weights are e^-inf.
   void settle() {
     for (int w = 0; w < WIDE; w++) top[w] = top[w] == broadcast(-INFINITY) ? broadcast(0.0f) : top[w];

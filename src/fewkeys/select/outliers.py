@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import fewkeys.native as native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, shared_top
-from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, key_statistics
+from fewkeys.sketch.backend import compiled_at_once
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
 from fewkeys.sketch.tilted import best
@@ -69,11 +71,18 @@ class Outliers(Counted):
 
     def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
         """A list for every cohort, whose queries keep the keys of the band besides."""
-        parts, bias = cohorts(inputs, self.cohorts), None
-        if inputs.bias is not None:
-            bias = bias_importance(inputs, parts, inputs.bias, band)
-        index, used = best(inputs, parts, self.common(inputs, parts), self.count, bias)
-        return Graph(inputs, columns=Columns(index, used, parts.place.shape[3], parts.place))
+        x, parts, bias = inputs, cohorts(inputs, self.cohorts), None
+        if x.bias is not None:
+            bias = bias_importance(x, parts, x.bias, band)
+        key = x.key.detach()
+        if bias is None and compiled_at_once(x, key, parts.mean):
+            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
+            facts |= {"distance": clusters(x, self.clusters).distance}
+            index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
+            half_variance(x, parts, variance)
+        else:
+            index, used = best(x, parts, self.common(x, parts), self.count, bias)
+        return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
 
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
         """(B, Hkv, Nk): `scores`, but for what the mean query of each cohort adds.

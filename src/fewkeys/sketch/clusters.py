@@ -19,11 +19,10 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants
-from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
-from fewkeys.sketch.backend import compiled, compiled_at_once
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
@@ -207,8 +206,6 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
 def _seen(inputs: Inputs, frame: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
     key, form, shift = inputs.key.detach(), frame.form, frame.shift
-    if compiled(inputs.impl, key, form):
-        return native.statistics(key, form, shift)
     key = working(key)
     spread = key.new_empty(key.shape[:3])
     flat = [rows.flatten(0, 1) for rows in (key, frame.root, frame.mean @ frame.root, spread)]
@@ -256,19 +253,17 @@ def _sampled(count: int) -> tuple[int, int]:
 def _survey(inputs: Inputs, frame: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Spread, largest closeness (as in `_nearest`), `|v - mean|^2` and label of every key (B, H, N)."""
     key, value, middle = inputs.key.detach(), inputs.value.detach(), frame.value_mean
-    nearest, label = _nearest(key, value, centre, constant, inputs.impl)
+    nearest, label = _nearest(key, value, centre, constant)
     value = working(value)
     square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
     return key_statistics(inputs).spread, nearest, square + middle.square().sum(-1), label
 
 
-def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor, impl: Impl) -> tuple[Tensor, Tensor]:
+def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
     """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c.
 
     centre (B, H, C, D + Dv), constant (B, H, C, 1).
     """
-    if compiled(impl, key, value, centre):
-        return native.assign(key, value, centre, constant)
     key, value = working(key), working(value)
     nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
     label = torch.empty_like(nearest, dtype=torch.int64)
@@ -306,7 +301,7 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     mean_importance = importance.gather(-1, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
-        _, label = _nearest(on_query, on_value, centres, half, impl)
+        _, label = _nearest(on_query, on_value, centres, half)
         total = torch.cat(label_sums(on_query, on_value, label, weight, count, impl), -1)
         mass, along = (
             weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)

@@ -20,13 +20,12 @@ from torch.nn.functional import pad
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants
-from fewkeys.core.impl import COMPILED, Impl
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
-from fewkeys.sketch.gram import product, triangular_root
+from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
@@ -68,27 +67,27 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
 
 
-def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
+def half_variance(inputs: Inputs, cohorts: Cohorts, computed: Tensor | None = None) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
 
     def compute() -> Tensor:
+        if computed is not None:
+            return computed
         key, middle, root = inputs.key.detach(), frame(inputs).mean, triangular_root(cohorts.within, RIDGE)
-        if compiled(inputs.impl, key, root):
-            form = pad(root.mT, (0, 0, 0, 1))
-            return native.statistics(key, form, product(form, middle.mT))[1]
         return 0.5 * (working(key) @ root - middle @ root).square_().sum(-1)
 
     return inputs.remember(("half variance", cohorts.count), compute)
 
 
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
-    x, real, metric = inputs, inputs.valid_queries, _metric(inputs)
+    x, real, subset = inputs, inputs.valid_queries, sample_keys(inputs, *METRIC_SAMPLE)
+    key = working(subset.take(inputs.key.detach()))
     if x.shard is not None:
-        return _distributed(x, metric, count)
+        return _distributed(x, key, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
-        place, mean, within = _split(rows, metric, count, x.impl)
-        return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, rows.shape[2]))
+        place, mean, within = _split(x, rows, key, subset.real, count)
+        return Cohorts(place, mean, within, _filled(x, place, rows.shape[2]))
     # Sequences with the same number of real queries are split together.
     flat = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
     sizes = flat.sum(1)
@@ -98,7 +97,8 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
         sequences = (sizes == size).nonzero().squeeze(-1)
         index = flat[sequences].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         index = index[:, None].expand(-1, x.kv_heads, -1)
-        place, mean, within = _split(take(rows[sequences], index), metric[sequences], count, x.impl)
+        counts = None if subset.real is None else subset.real[sequences]
+        place, mean, within = _split(x, take(rows[sequences], index), key[sequences], counts, count)
         filled[sequences] = _filled(x, place, size)[sequences]
         if size:
             place = index.gather(2, place.clamp_min(0).flatten(2)).view_as(place).masked_fill_(place < 0, -1)
@@ -110,40 +110,34 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     mean = torch.cat([pad(m, (0, 0, 0, sets - m.shape[2])) for _, m, _ in parts])
     within = torch.cat([within for _, _, within in parts])
     place, mean, within = place[order], mean[order], within[order]
-    return Cohorts(place, mean * x.scale, within * x.scale**2, filled)
+    return Cohorts(place, mean, within, filled)
 
 
-def _metric(inputs: Inputs) -> Tensor:
-    """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
-    subset, totals = sample_keys(inputs, *METRIC_SAMPLE), inputs.whole.totals
-    key = working(subset.take(inputs.key.detach()))
-    if inputs.shard is None:
-        key = centre(key, subset.real)
-    else:
-        key = key - totals.sum(key.sum(-2, keepdim=True)) / totals.sum(key.new_tensor(float(key.shape[2]))).clamp_min(1)
-    return totals.sum(key.mT @ key)
+def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`place`, `mean` and W of the rows (B, H, m, D), all real; `real` (B, M): which of the keys (B, H, M, D) are.
 
-
-def _split(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
-    """`place`, `mean` and W of the rows (B, H, m, D), all real."""
+    G (B, H, D, D) is a metric: `(q - q')^T G (q - q')` is the sum, over these keys, of squared differences of scores.
+    """
     batch, heads, total, dim = rows.shape
     if not total:
         none = torch.full((batch, heads, 1, 1), -1, device=rows.device)
         return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
-    count = _at_most(count, total)
-    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, total // QUERY_SAMPLE)
-    if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
-        parts = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
-    else:
-        place = split(flat, metric, count)
-        parts = place, *described(flat, place, step)
+    count, step, scale = _at_most(count, total), max(1, total // QUERY_SAMPLE), inputs.scale
+    if inputs.impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32:
+        steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
+        return native.halve(rows, key, real, count, scale=scale, **steps)
+    key, flat = centre(key, real), rows.flatten(0, 1)
+    place = split(flat, (key.mT @ key).flatten(0, 1), count)
+    parts = place, *described(flat, place, step)
     place, mean, within = (part.unflatten(0, (batch, heads)) for part in parts)
-    return place, mean, within
+    return place, mean * scale, within * scale**2
 
 
-def _distributed(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
+def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
     """The cohorts of the queries of all processes, with the places of this process's queries."""
     x, totals = inputs, inputs.whole.totals
+    key = key - totals.sum(key.sum(-2, keepdim=True)) / totals.sum(key.new_tensor(float(key.shape[2]))).clamp_min(1)
+    metric = totals.sum(key.mT @ key)
     total = x.whole.queries * x.gqa_ratio
     count = _at_most(count, total)
     rows = working(x.grouped_query().detach()).flatten(0, 1)

@@ -23,6 +23,7 @@ from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
+from fewkeys.native.tensors import wants_gradient
 from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, half_variance
 
@@ -59,8 +60,6 @@ def best(
     x, count = inputs, min(count, inputs.keys)
     if x.valid is not None:
         offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    if bias is None and x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
-        return native.best(x.key.detach(), cohorts.mean, offset, count)
     scores = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2))
     top = (scores if bias is None else scores.add_(bias)).topk(count, -1)
     index, order = top.indices.sort(-1)
@@ -84,7 +83,8 @@ def tilted_sums(
     facts |= {"index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
-        sums = _ByKernels.apply(x.key, x.value, args)  # type: ignore[no-untyped-call]
+        kernels = _ByKernels.apply if wants_gradient(x.key, x.value) else _by_kernels
+        sums = kernels(x.key, x.value, args)
     else:
         sums = _by_torch(x.key, x.value, args)
     mass, energy, size, key, value = map(totals.sum, sums[:5])
@@ -165,13 +165,17 @@ def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: 
     return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
+def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+    facts = {**args.facts, "real": args.real}
+    return native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+
+
 class _ByKernels(torch.autograd.Function):
     """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-        facts = {**args.facts, "real": args.real}
-        sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        sums = _by_kernels(key, value, args)
         ctx.save_for_backward(key, value, sums[5])
         ctx.args = args
         ctx.mark_non_differentiable(*sums[:3], sums[5])

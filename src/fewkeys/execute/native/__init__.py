@@ -57,14 +57,11 @@ def _form(problem: Problem) -> str | None:
     if graph.scan is not None:
         return by_scan.form(problem)
     if graph.rows is not None or graph.full:
-        return "expected a band and lists that blocks of queries share, got a list of keys for every query"
+        return "expected a band and lists that queries share, got a list of keys for every query"
     if graph.extra is not None:
-        return "expected a band and lists that blocks of queries share, got extra edges"
+        return "expected a band and lists that queries share, got extra edges"
     if problem.by_block:
-        if graph.band is not None or graph.columns is None:
-            return f"expected lists by blocks alone, got {'none' if graph.columns is None else 'a window beside them'}"
-        if isinstance(s, StandIns):
-            return "expected means of the past beside lists by blocks, got stand-ins that serve all queries"
+        return "expected a band and lists that all queries or cohorts share, got lists by blocks"
     if isinstance(s, StandIns):
         if s.curvature is not None:
             return "expected stand-ins without curvature, got Moments()"

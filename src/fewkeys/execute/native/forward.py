@@ -1,36 +1,30 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
 `native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
-band; `native/blocks.h`: lists and means of the past by blocks.
+band.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
-from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
-
-_ROWS = ("query", "key", "value", "out")
-_SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
+from fewkeys.rest.base import CohortStandIns, StandIns
 
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding.
 
-    Scores and sums are float32 whatever the input's dtype. Where the processor multiplies bfloat16 on a matrix unit,
-    bfloat16 inputs are: then weights and stand-ins are rounded to bfloat16, each by 2^-8 of itself at most. Cost
-    O(n (slots + tile) (D + Dv)); nothing but the output is stored.
+    Scores and sums are float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is
+    stored.
     """
     inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     if graph.scan is not None:
@@ -40,70 +34,44 @@ def attend(problem: Problem) -> Tensor:
     # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
-    if not problem.by_block:
-        args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
-        call("fewkeys_attend", args, x.query.dtype)
-    elif graph.columns is None:
-        raise ValueError("graph: expected lists by blocks, got none")
-    else:
-        states = stand_ins.states if isinstance(stand_ins, BlockStandIns) else None
-        args, _also_alive = blocks(x, graph.columns, states, output)
-        call("fewkeys_attend_blocks", args, x.query.dtype)
+    args = _near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
+    call("fewkeys_attend", args, x.query.dtype)
     return output
 
 
-def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[KernelArgs, tuple[Tensor, ...]]:
-    """The kernel's arguments, and tensors that must live as long."""
-    place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
-    rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
-    bias, means = None, 0
-    if states is not None:
-        rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
-    mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    args = struct("Blocks")(
-        **_common(x, output),
-        bias=bias,
-        place=place,
-        mean_key=Rows.of(mean_key),
-        mean_value=Rows.of(mean_value),
-        blocks=columns.blocks,
-        # A single list serves all queries.
-        size=columns.size if columns.blocks > 1 else x.queries + x.offset,
-        entries=place.shape[3],
-        means=means,
-    )
-    return args, (place, rows, *(() if bias is None else (bias,)))
-
-
-def near(
-    x: Inputs, graph: Graph, stand_ins: StandIns | CohortStandIns | None, output: Tensor
-) -> tuple[KernelArgs, dict[str, Tensor | None]]:
-    """The kernel's arguments, and tensors that must live as long."""
-    s, columns = stand_ins, graph.columns
+def _near(x: Inputs, graph: Graph, s: StandIns | CohortStandIns | None, output: Tensor) -> KernelArgs:
+    columns = graph.columns
     tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
     tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
     tensors["hidden"] = None if graph.band is None else graph.hidden
-    sizes = _common(x, output) | {"cohorts": 1}
+    rows = {"query": x.query, "key": x.key, "value": x.value, "out": output}
+    sizes = {"heads": x.query_heads, "gqa_ratio": x.gqa_ratio, "queries": x.queries, "cohorts": 1}
     if columns is not None:
-        tensors["place"] = columns.index.masked_fill(~columns.used, x.keys)
+        tensors |= {"place": columns.index, "used": columns.used}
         if columns.place is not None:
             tensors["order"] = columns.place
             sizes |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
             sizes |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
-    tensors = {name: None if part is None else part.contiguous() for name, part in tensors.items()}
     reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
-    problem = struct("Near")(
+    return struct("Near")(
+        **{name: Rows.of(tensor) for name, tensor in rows.items()},
         **sizes,
         **tensors,
+        batch=x.batch,
+        keys=x.keys,
+        dim=x.head_dim,
+        value_dim=x.value_dim,
+        offset=x.offset,
+        causal=x.is_causal,
+        scale=x.scale,
         entries=0 if columns is None else columns.index.shape[3],
         means=0 if s is None else s.count,
         rank=0 if s is None or s.left is None else s.left.shape[-1],
         left=min(left, reach),
         right=min(right, reach),
     )
-    return problem, tensors
 
 
 def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
@@ -114,11 +82,3 @@ def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
         return tensors | {"bias": s.bias, "total": s.mass, "size": s.size}
     bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
     return tensors | {"bias": bias, "total": s.total, "share": s.share}
-
-
-def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
-    """The arguments that both kernels share."""
-    rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
-    sizes = (x.batch, x.query_heads, x.gqa_ratio, x.queries, x.keys, x.head_dim, x.value_dim)
-    numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
-    return {name: Rows.of(tensor) for name, tensor in rows} | dict(zip(_SIZES, sizes, strict=True)) | numbers
