@@ -35,7 +35,7 @@ def code_keys(key: Tensor, sign: Tensor, middle: Tensor, spread: Tensor) -> tupl
 
 def scan(
     packed: Tensor, sigma: Tensor, query: Tensor, sign: Tensor, seen: Tensor, real: Tensor | None, count: int
-) -> tuple[KernelArgs, tuple[Tensor | None, ...]]:
+) -> tuple[KernelArgs, tuple[Tensor, ...]]:
     """The arguments of a scan, but for `index`, and the tensors that must live as long.
 
     packed (B, Hkv, G, W / 2, 16) and sigma (B, Hkv, 32 G), the first of what may be larger buffers; query
@@ -44,9 +44,12 @@ def scan(
     batch, heads, queries, dim = query.shape
     # Views may give a dimension of one entry any stride.
     apart = packed.stride(1 if packed.shape[1] > 1 else 0)
-    held = {"sign": sign, "seen": seen.contiguous(), "real": None if real is None else real.contiguous()}
     args = struct("Scan")(
-        **{"packed": packed, "sigma": sigma, **held},
+        packed=packed.data_ptr(),
+        sigma=sigma.data_ptr(),
+        sign=sign,
+        seen=seen,
+        real=real,
         query=Rows.of(query),
         batch=batch,
         heads=heads,
@@ -58,7 +61,7 @@ def scan(
         wide=len(sign),
         count=count,
     )
-    return args, (packed, sigma, query, *held.values())
+    return args, (packed, sigma, query)
 
 
 def best_codes(
