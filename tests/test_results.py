@@ -17,7 +17,6 @@ from fewkeys.plan import budget
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks/results", "docs/results", "experiments")
-PEERS = ("minilm", "minilm-4096", "minilm-16384", "t2t-784", "t2t-3136", "biggan", "normal-1024", "normal-4096")
 WITHOUT = {
     "experiments/levattention/": "selectors of the paper",
     "experiments/sparsefinder/": "graphs of the paper",
@@ -31,11 +30,6 @@ WITHOUT = {
     "docs/results/tuned/model_plan.json": "a plan; the run is in tuned.json",
 }
 """Results of which no row is a plan among the recommended ones that `versions` names."""
-OLDER = {
-    **{f"experiments/peers/results/{name}.json": "plans without a window" for name in PEERS},
-    "experiments/embeddings/results/minilm.json": "plans without a window",
-}
-"""Results to run again, and what has changed since. Their pages say so."""
 
 
 def results() -> list[str]:
@@ -59,7 +53,7 @@ def versions_in(data: Any) -> Iterator[dict[str, str]]:
 def test_results_are_of_todays_plans(name):
     stamps = list(versions_in(json.loads((ROOT / name).read_text())))
     assert stamps
-    assert all(map(is_of_todays_plans, stamps)) == (name not in OLDER)
+    assert all(map(is_of_todays_plans, stamps))
 
 
 def test_another_method_has_another_version():

@@ -27,7 +27,7 @@ import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json, write_whole
 from fewkeys.demo import TEXT
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 FILE = "transcripts.json"
 VOICES = ("en-us", "en-gb", "en-gb-scotland", "en-us+f3", "en-gb+f4", "en-gb+m7")
