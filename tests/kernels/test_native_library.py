@@ -15,7 +15,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
-from fewkeys.native import build, tensors
+from fewkeys.native import build, sets, tensors
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
@@ -55,6 +55,30 @@ def test_fields_are_those_of_the_header():
         tensors.struct("Sums")(weights=1, rows=2, dim=3)
     with pytest.raises(ValueError, match="expected a struct Nothing, got none"):
         tensors.struct("Nothing")
+
+
+def test_structs_are_as_large_as_in_the_library(tmp_path):
+    names = re.findall(r"^struct (\w+) \{", (HERE / "problems.h").read_text(), re.MULTILINE)
+    lines = "".join(f'std::printf("%zu\\n", sizeof(fewkeys::{name}));' for name in names)
+    source = f'#include <cstdio>\n#include "problems.h"\nint main() {{ {lines} }}\n'
+    (tmp_path / "sizes.cpp").write_text(source)
+    command = [*sets.compiler(), "-std=c++17", f"-I{HERE}", "sizes.cpp", "-o", "sizes"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    printed = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True).stdout.split()
+    structs = [tensors.Rows if name == "Rows" else tensors.struct(name) for name in names]
+    assert len(names) > 10
+    assert dict(zip(names, map(int, printed), strict=True)) == {
+        name: ctypes.sizeof(struct) for name, struct in zip(names, structs, strict=True)
+    }
+
+
+def test_what_is_read_may_have_gaps_and_what_is_written_may_not():
+    gaps = torch.zeros(2, 6)[:, ::2]
+    args = tensors.struct("Sums")(share=gaps)
+    assert args.share != gaps.data_ptr()
+    assert args.alive[0].is_contiguous()
+    with pytest.raises(ValueError, match=r"^Sums.sums: expected a contiguous tensor to write to$"):
+        tensors.struct("Sums")(sums=gaps)
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ struct Smallest {
     std::fill(x + count, x + full, x[0]);
     vec least = broadcast(MOST), most = -least;
     for (int64_t v = 0; v < full; v += LANES) {
-      vec own = load(x + v);
-      own = own == own ? own : vec{};
-      own = max(-max(-own, broadcast(-MOST)), broadcast(-MOST));
-      store(x + v, own);
-      least = -max(-least, -own), most = max(most, own);
+      vec number = load(x + v);
+      number = number == number ? number : vec{};
+      number = max(-max(-number, broadcast(-MOST)), broadcast(-MOST));
+      store(x + v, number);
+      least = -max(-least, -number), most = max(most, number);
     }
     std::fill(x + count, x + full, INFINITY);
     float low = -max_of_lanes(-least), high = max_of_lanes(most);

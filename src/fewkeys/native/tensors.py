@@ -56,10 +56,12 @@ class Rows(ctypes.Structure):
 class KernelArgs(ctypes.Structure):
     """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
 
-    Tensors have the dtype that the struct declares; contiguous, they live as long as the arguments.
+    Tensors have the dtype that the struct declares. Those that a kernel reads are made contiguous, those that it writes
+    must be: it would write to a copy. They live as long as the arguments.
     """
 
     kinds: dict[str, str]
+    written: set[str]
 
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
@@ -71,6 +73,8 @@ class KernelArgs(ctypes.Structure):
                 expected = _POINTED.get(self.kinds[name])
                 if expected is not None and x.dtype not in expected:
                     raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {x.dtype}")
+                if name in self.written and x is not values[name]:
+                    raise ValueError(f"{type(self).__name__}.{name}: expected a contiguous tensor to write to")
                 values[name] = x.data_ptr()
         super().__init__(**values)
 
@@ -83,13 +87,15 @@ def struct(name: str) -> type[KernelArgs]:
     if declared_fields is None:
         raise ValueError(f"problems.h: expected a struct {name}, got none")
     fields: list[tuple[str, Any]] = []
-    kinds = {}
-    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", declared_fields[1]):
+    kinds, written = {}, set()
+    for const, kind, declared in re.findall(r"(const )?(\w+) ([^;]+);", declared_fields[1]):
         for field in declared.split(","):
             pointer, field_name = field.strip().startswith("*"), field.strip(" *\n")
             kinds[field_name] = kind
+            if pointer and not const:
+                written.add(field_name)
             fields.append((field_name, ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds})
+    return type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds, "written": written})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}

@@ -91,7 +91,7 @@ class Summary(Fields):
         summary = replace(_beside(self, new), seen=self.seen + new.seen)
         metric = _Metric(summary.seen, queries, tilted)
         if bool((summary.size == 0).any()):
-            summary = _in_order(summary, torch.arange(summary.count, device=key.device))
+            summary = _free_last(summary)
         surplus = (summary.taken - self.count).clamp_min(0)
         if bool(surplus.any()):
             summary = _joined(summary, surplus, metric)
@@ -108,10 +108,9 @@ def _beside(one: Summary, other: Summary) -> Summary:
     )
 
 
-def _in_order(summary: Summary, place: Tensor) -> Summary:
-    """The stand-ins by `place` (M,), the free places after them."""
-    is_free = summary.size == 0
-    order = place.expand_as(is_free).masked_fill(is_free, place.numel()).argsort(dim=-1, stable=True)
+def _free_last(summary: Summary) -> Summary:
+    """The stand-ins in their order, the free places after them."""
+    order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)
     index = order.unsqueeze(-1).expand_as(summary.rows)
     return replace(
         summary,
@@ -182,4 +181,4 @@ def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
         # Where nobody joined, the excess stays to the last bit.
         excess = mass + total.log() - metric.log_weight(rows.detach())
         excess = torch.where(size == summary.size, old, excess).masked_fill_(size == 0, -math.inf)
-    return _in_order(replace(summary, rows=rows, excess=excess, size=size), place)
+    return _free_last(replace(summary, rows=rows, excess=excess, size=size))

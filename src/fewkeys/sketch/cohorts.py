@@ -68,7 +68,10 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 
 def half_variance(inputs: Inputs, cohorts: Cohorts, computed: Tensor | None = None) -> Tensor:
-    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
+    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero.
+
+    `computed`: the same by a kernel, for later callers.
+    """
 
     def compute() -> Tensor:
         if computed is not None:
