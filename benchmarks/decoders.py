@@ -4,7 +4,8 @@ Random normal queries, keys and values of heads of 64, as SmolLM2 has them (9 qu
 head; the plan is what `fewkeys.budget(256, is_causal=True)` takes: `KeyScan(231)` and `BlockMeans(8)`.
 
 Prefill: seconds of `fewkeys.attention` and of torch's exact attention over n tokens, the fastest of some turns taken
-one after the other. `taking_in`: of the codes of n keys and the sums of their blocks alone.
+one after the other. `taking_in`: of the codes of n keys and the sums of their blocks alone. `constant`: of the plan
+`fewkeys.budget(256, is_causal=True, memory="constant")`.
 
 Decoding: seconds of the attention call of one token (append, attend, the blocks that are finished) after n others, and
 of torch's exact attention over as many keys without any cache, medians over `STRETCH` tokens taken in turns.
@@ -33,6 +34,7 @@ from fewkeys.select import KeyScan
 
 RESULTS = Path(__file__).parent / "results"
 PLAN = fk.Plan(KeyScan(231), BlockMeans(8)).never_exact()
+CONSTANT = fk.budget(256, is_causal=True, memory="constant").never_exact()
 HEADS, DIM = ((9, 3), (1, 1)), 64
 STRETCH = 64
 """Tokens decoded at each length: two blocks."""
@@ -64,6 +66,7 @@ def prefill(tokens, heads, kv_heads, turns):
         "exact": lambda: exact(q, k, v, is_causal=True),
         "plan": lambda: fk.attention(q, k, v, plan=PLAN, is_causal=True),
         "taking_in": take_in,
+        "constant": lambda: fk.attention(q, k, v, plan=CONSTANT, is_causal=True),
     }
     runs["plan"]()
     times = {name: [] for name in runs}

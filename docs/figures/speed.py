@@ -115,12 +115,15 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
 
     def shown() -> str:
         rows = [row for row in read("benchmarks/results/decoders.json")[part] if row["heads"] == heads]
+        times = [_milliseconds(1000 * row["constant"]) for row in rows if "constant" in row]
+        constant = [['the same with `memory="constant"`, ms', *times]] if times else []
         return table(
             [count, *(f"{row['tokens']:,}" for row in rows)],
             [
                 ["exact attention, ms", *(_milliseconds(1000 * row["exact"]) for row in rows)],
                 ["`budget(256, is_causal=True)`, ms", *(_milliseconds(1000 * row["plan"]) for row in rows)],
                 ["exact / plan", *(ratio(row["ratio"]) for row in rows)],
+                *constant,
             ],
         )
 
