@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import os
 import threading
 from dataclasses import replace
 
@@ -453,13 +454,6 @@ def test_whole_plans_with_and_without():
         torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("name", [str(one) for one in sets.possible()])
-def test_every_instruction_set_gives_the_same(name, dtype, monkeypatch):
-    """Up to rounding."""
-    tensors = SHAPES["grouped"].draw(dtype=dtype)
-    usual = fk.attention(*tensors, plan=MEANS[0], impl="native")
-    monkeypatch.setenv(sets.FORCED, name)
-    assert native.instruction_set() == name
-    assert build._library().fewkeys_set() == name.encode()
-    torch.testing.assert_close(fk.attention(*tensors, plan=MEANS[0], impl="native"), usual, **CLOSE[dtype])
+def test_the_library_is_of_the_instruction_set_in_use():
+    """`make sets` runs this file by every set of the machine."""
+    assert native.instruction_set() == (os.environ.get(sets.FORCED) or str(sets.possible()[-1]))

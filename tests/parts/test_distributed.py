@@ -18,6 +18,8 @@ from distributed_worker import CHECKS, TIMEOUT, lose_a_rank, run_checks
 from fewkeys.distributed import communicator
 
 ROOT = Path(__file__).parents[2]
+# One process of the suite starts the ranks, which are many themselves.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
