@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.core.buffer import Buffer
 from fewkeys.execute import dispatch
 from fewkeys.memory import Stream
 from fewkeys.memory.base import Held
@@ -133,3 +134,34 @@ def test_caches_hold_leaves_as_they_are_told(tmp_path):
 def test_what_cannot_be_held_is_refused(make):
     with pytest.raises(ValueError, match=r"^leaves: expected"):
         make()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_without_room_leave_the_stream_as_it_was(padded, monkeypatch):
+    rows, real = draw(), torch.ones(2, COUNT, dtype=torch.bool)
+    real[1, :9] = not padded
+    streams = [fk.stream(PLAN, leaves="int8") for _ in range(2)]
+    for stream in streams:
+        stream.append(*(part[:, :, :200] for part in rows[1:]), real[:, :200])
+        stream.attend(rows[0][:, :, :200])
+    later = [part[:, :, 200:] for part in rows]
+    moved, left = Buffer._moved, 3 * padded  # of two groups of sequences, the first finds room
+
+    def full(*arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError("no room")
+        return moved(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Buffer, "_moved", staticmethod(full))
+        with pytest.raises(MemoryError, match="no room"):  # noqa: PT012 - tokens are taken by either
+            streams[0].append(*later[1:], real[:, 200:])
+            streams[0].attend(later[0])
+    assert streams[0].length == 200
+    outputs = []
+    for stream in streams:
+        stream.append(*later[1:], real[:, 200:])
+        outputs.append(stream.attend(later[0]))
+    assert torch.equal(*outputs)

@@ -1,8 +1,10 @@
-// The best keys of a query by codes of two bits a number: `fewkeys.sketch.codes` has the equations.
+// The keys with the largest scores for each query, by codes of two bits a number. `fewkeys.sketch.codes` has the
+// equations.
 //
-// Every query scores all keys before it, piece by piece in rising order, and no scores are stored but those of a piece.
-// So that few keys have to be held, some blocks are scored first: a bound that a few times `count` keys should exceed.
-// Where fewer than `count` do, the keys are scored once more without one, so the choice is exact.
+// A query scores all earlier keys, piece by piece in ascending order. Only the scores of one piece are stored. To keep
+// the list of candidates short, a sample of the blocks is scored first. It gives a bound that more than `count` keys
+// are expected to exceed. If fewer than `count` keys do, all keys are scored again without a bound, so the choice is
+// exact.
 #pragma once
 #include <memory>
 
@@ -10,12 +12,12 @@
 
 namespace fewkeys {
 
-// At most TILE queries of a key head that choose among the first `seen` keys: of those start .. stop - 1 of its query
-// heads, head after head, the ones from `first` on.
+// At most TILE queries that choose among the first `seen` keys of a key head. The queries start .. stop - 1 of all
+// query heads of the key head are numbered head after head; these are `first` .. first + rows - 1 of them.
 struct Asking {
   int64_t seen, start, stop, first;
   int rows;
-  int64_t head(int i) const { return (first + i) / (stop - start); }  // of those that share the key head
+  int64_t head(int i) const { return (first + i) / (stop - start); }  // among the query heads of the key head
   int64_t query(int i) const { return start + (first + i) % (stop - start); }
 };
 static inline std::vector<Asking> asking(const Scan &p) {
@@ -29,13 +31,13 @@ static inline std::vector<Asking> asking(const Scan &p) {
   return all;
 }
 
-// What a thread needs to find the keys of a tile of queries.
+// Chooses keys for tiles of queries; the working memory of one thread.
 template <class T>
 class Scanner {
  public:
   explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1) {}
 
-  // Into `best` go the best keys of each query, of all that the tile has seen: of part `part` of so many parts of them.
+  // Writes the best keys of each query to `best`: of all that the tile sees, or of part `part` of `parts` equal parts.
   void choose(int64_t batch, int64_t head, const Asking &tile, Largest *best, int64_t part = 0, int64_t parts = 1) {
     for (int i = 0; i < tile.rows; i++) {
       const T *row = p.query.at<T>(batch, head * p.gqa_ratio + tile.head(i), tile.query(i));
@@ -53,7 +55,7 @@ class Scanner {
   }
  private:
   static constexpr int FEW = 4;
-  static constexpr int SAMPLED = 16;  // one block of so many is scored first, in a past of as many times `count` keys
+  static constexpr int SAMPLED = 16;  // the sample is one block of 16, taken where there are 16 times `count` keys
   const Scan &p;
   aligned_vector<float> turned;
   aligned_vector<int8_t> query;
@@ -66,7 +68,7 @@ class Scanner {
   std::unique_ptr<MatrixScores> matrix;
 #endif
   Largest *best = nullptr;
-  int64_t first = 0, last = 0;  // the blocks that are scanned
+  int64_t first = 0, last = 0;  // scanned blocks: first .. last - 1
 
   template <class Scores>
   Scores &made(std::unique_ptr<Scores> &scores) const {
@@ -77,11 +79,11 @@ class Scanner {
   template <class Scores>
   void choose(Scores &by, int64_t batch, int64_t head, const Asking &tile) {
     by.set(query.data(), tile.rows);
-    // One query alone waits for its codes, not for what it holds.
+    // With few queries most time goes into reading codes, and a short list of candidates gains nothing.
     const int64_t keys = std::min(last * CODED, tile.seen) - first * CODED;
     const bool many = tile.rows > FEW && keys >= SAMPLED * p.count;
     if (many) {
-      // More than the sample's share of `count`, so that hardly any query has fewer.
+      // Twice the share of `count` in the sample, so that a query rarely has fewer than `count` keys above the bound.
       for (int i = 0; i < tile.rows; i++) best[i].begin(2 * p.count / SAMPLED + 8);
       scan(by, batch, head, tile, SAMPLED, true);
     }
@@ -96,8 +98,8 @@ class Scanner {
     if (again) scan(by, batch, head, tile, 1, true);
   }
 
-  // Scores the keys that a tile has seen, of every `step` blocks one, anywhere among them. `dense`: most blocks have
-  // keys that count.
+  // Scores the keys that a tile sees: of every `step` blocks one, at a pseudo-random place among them. `dense`: most
+  // blocks have scores above the bound.
   template <class Scores>
   void scan(Scores &by, int64_t batch, int64_t head, const Asking &tile, int step, bool dense) {
     const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room;
@@ -117,7 +119,8 @@ class Scanner {
       const auto add = [&](int i, int b) {
         best[i].add(of.score[b][i], piece.block[b], of.above[b][i] & shown[b]);
       };
-      // Which blocks of a query, or queries of a block, have any is known first, without a branch.
+      // A mask of the blocks of a query, or of the queries of a block, that have scores above the bound, without
+      // branches.
       for (int i = 0; dense && i < tile.rows; i++) {
         uint32_t some = 0;
         for (int b = 0; b < piece.blocks; b++) some |= (uint32_t)((of.above[b][i] & shown[b]) != 0) << b;
@@ -129,7 +132,7 @@ class Scanner {
     }
   }
 
-  // One bit for each key of a block that a tile has seen.
+  // One bit for each key of a block: 1 if the tile sees it and it is not padding.
   uint32_t shown_of(int64_t batch, int64_t block, int64_t seen) const {
     const int64_t first = block * CODED, left = std::min<int64_t>(CODED, seen - first);
     uint32_t shown = left < CODED ? (1u << left) - 1 : UINT32_MAX;
@@ -139,12 +142,13 @@ class Scanner {
   }
 };
 
-// Calls `run(worker, batch, head, tile, tiles)` for the tiles of all key heads, at most `together` of one at once.
+// Calls `run(worker, batch, head, tile, tiles)` for the tiles of all key heads, at most `together` tiles of a head at
+// once.
 template <class NewWorker, class Run>
 static void by_tiles(const Scan &p, int threads, int64_t together, NewWorker new_worker, Run run) {
   const std::vector<Asking> all = asking(p);
   const int64_t kv_heads = p.heads / p.gqa_ratio, count = all.size();
-  // A few portions for every thread.
+  // At least four portions for every thread, so that threads end at about the same time.
   together = std::clamp<int64_t>(count * p.batch * kv_heads / (4 * team_size(threads)), 1, together);
   const int64_t each = (count + together - 1) / together;
   in_parallel(threads, p.batch * kv_heads * each, new_worker, [&](auto &worker, int64_t t) {

@@ -1,10 +1,14 @@
 // Scores of keys by their codes: (sum * 1024 / wide * sigma + 2^14) >> 15, where sum = sum_d query_d level_d.
 //
-// By tables: a nibble holds two numbers of a key. So a table of 16 bytes in a register has all that two of a query's
-// numbers can give, and one shuffle looks up 16 keys. A table's numbers are from 4 to 124: those of two tables fit into
-// a byte. Bytes are added up as numbers of 16 bits, which wrap, and their upper halves once more, which gives the lower.
-// By products of bytes, where there are many queries and such instructions: levels are written out once for all of them.
-// Either way a piece of blocks is scored at once, and each query's scores are compared with a bound of its own.
+// By tables, for few queries: a nibble is the code of two dimensions of a key. The products of two dimensions of a
+// query with all 16 codes are a table of 16 bytes in a register, and one shuffle looks up 16 keys. Entries are from 4
+// to 124, so the sum of two tables fits into a byte. Pairs of bytes are added as 16-bit numbers, which wrap around. A
+// second sum of the upper bytes alone makes it possible to separate the two halves at the end.
+//
+// By products of bytes, for many queries and on processors with such instructions: the levels of a block are unpacked
+// once for all queries.
+//
+// Either way a piece of blocks is scored at once, and the scores of each query are compared with its bound.
 #pragma once
 #include "codes.h"
 #include "matrix.h"
@@ -22,9 +26,9 @@ constexpr int BYTES = 32;
 #else
 constexpr int BYTES = 16;
 #endif
-// Queries that are scanned at once: each has four sums in registers, of which the widest and NEON have 32.
+// Queries that are scored at once. Each needs four sums in registers; AVX-512 and NEON have 32 registers.
 constexpr int ABREAST_ROWS = ROWS == 12 ? 4 : 2;
-constexpr int MIDDLE = 64;        // what a table adds to its numbers
+constexpr int MIDDLE = 64;        // added to the entries of a table, so that they are positive
 constexpr int LARGEST_WIDE = 1024;  // a sum of more numbers would not fit into 16 bits
 
 // Blocks of a key head, in rising order.
@@ -35,7 +39,7 @@ struct Piece {
   int32_t block[TOGETHER];
 };
 
-// Of TILE queries: the scores of a piece, and one bit for each that is above the query's bound.
+// The scores of a piece for TILE queries, and one bit for each score: 1 if it is above the query's bound.
 struct PieceScores {
   alignas(64) int16_t score[TOGETHER][TILE][CODED];
   alignas(64) uint32_t above[TOGETHER][TILE];
@@ -72,27 +76,31 @@ static inline eight scaled(eight a, eight b) {
 #endif
 }
 
-// The scores of a block for one query from its sums, and the bits of those above a bound. `all` and `upper` are sums over
-// bytes and over their upper halves, of both halves of the block; their parts are of different pairs.
+// Writes the scores of a block for one query, and returns the bits of those above a bound. `all` and `upper`: the sums
+// of 16-bit numbers and of their upper bytes, for both halves of the block. The 128-bit parts of a register are sums
+// over different dimensions.
 static inline uint32_t finish(const shorts (&all)[2], const shorts (&upper)[2], uint16_t middle, int16_t unit,
                               const int16_t *sigma, int16_t bound, int16_t *score) {
 #if defined(__AVX512BW__)
-  // The sums of the parts of two registers, as halves of one; then those of four, as its parts.
+  // Adds the upper to the lower 256 bits of two registers, then the parts of these two results: four registers become
+  // one.
   const auto of_two = [](shorts a, shorts b) {
     return _mm512_add_epi16(_mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0x44),
                             _mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0xee));
   };
   const __m512i first = of_two(all[0], upper[0]), second = of_two(all[1], upper[1]);
-  const __m512i sum = _mm512_add_epi16(_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd));
+  const __m512i sum =
+      _mm512_add_epi16(_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd));
   const __m512i raised = _mm512_slli_epi16(sum, 8);
   const __m512i own = _mm512_sub_epi16(sum, _mm512_maskz_shuffle_i64x2(0x33, raised, raised, 0xf5));
   const __m512i centred = _mm512_sub_epi16(own, _mm512_set1_epi16(middle));
-  const __m512i x = _mm512_mulhrs_epi16(_mm512_mullo_epi16(centred, _mm512_set1_epi16(unit)), _mm512_loadu_si512(sigma));
+  const __m512i factor = _mm512_mullo_epi16(centred, _mm512_set1_epi16(unit));
+  const __m512i x = _mm512_mulhrs_epi16(factor, _mm512_loadu_si512(sigma));
   _mm512_store_si512(score, x);
   return _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(bound));
 #else
   typedef uint16_t eight_sums __attribute__((vector_size(16)));
-  // The sum, modulo 2^16, of a register's parts.
+  // The sum of a register's 128-bit parts, modulo 2^16.
   const auto over_parts = [](shorts x) {
     eight_sums part[BYTES / 16], sum = {};
     memcpy(part, &x, sizeof x);
@@ -111,7 +119,7 @@ static inline uint32_t finish(const shorts (&all)[2], const shorts (&upper)[2], 
 #endif
 }
 
-// Scores of R queries, from the i-th on, by their tables (R, pairs, 16).
+// Scores the queries i .. i + R - 1 by their tables (R, pairs, 16).
 template <int R>
 static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables,
                                                        const int16_t *bound, int i, PieceScores &to) {
@@ -179,7 +187,7 @@ class TableScores {
 };
 
 #ifdef FEWKEYS_LEVELS
-// Which byte of two pairs of numbers has each of the levels of a row of 16 keys, in both halves of a block.
+// For each byte of an unpacked row (16 keys, four dimensions), which of 32 packed bytes has its code, for both halves.
 struct ByteOf {
   alignas(64) uint8_t place[2][64];
   constexpr ByteOf() : place() {
@@ -195,17 +203,17 @@ constexpr int DEEP = 64;  // numbers are filled up, so many at a time
 // that of levels is 1024 / wide.
 class Levels {
  public:
-  // More blocks at once would not fit into the nearest cache beside their scores.
+  // More blocks and their scores would not fit into the first-level cache.
   static constexpr int AT_ONCE = 4;
   const int64_t wide, deep;
-  const int unit;               // what levels are multiplied by
+  const int unit;                // levels are multiplied by it
   aligned_vector<int8_t> query;  // (TILE, deep)
 
-  // `lowest`: what is added to levels, in units.
+  // `lowest`: added to levels, in units; 3 makes all levels non-negative.
   Levels(int64_t wide, int lowest)
       : wide(wide), deep(round_up(wide, DEEP)), unit(std::min<int64_t>(LARGEST_WIDE / wide, 16)), query(TILE * deep),
         number(), level(AT_ONCE * 2 * deep * KEYS) {
-    // The levels of a number's code where it lies in the lowest two bits, or in the next ones.
+    // The levels of a code that is in bits 0 and 1, or in bits 2 and 3.
     for (int code = 0; code < 4; code++) number[code] = number[4 * code] = (2 * code - 3 + lowest) * unit;
   }
 
@@ -215,11 +223,12 @@ class Levels {
       for (int64_t d = 0; d < wide; d++) query[i * deep + d] = integers[i * wide + d] * factor;
   }
 
-  // Those of the b-th block: (deep / DEEP, halves, DEEP / 4, KEYS, 4).
+  // The levels of block b: (deep / DEEP, halves, DEEP / 4, KEYS, 4).
   const int8_t *of(int64_t b) const { return &level[b * 2 * deep * KEYS]; }
 
-  // Writes out the levels of all blocks of a piece: two pairs of numbers are a row of each half. Both have four keys of
-  // every eight, so that sums come out in order when registers of 32 bits are packed: 4 of one, 4 of the other.
+  // Unpacks the levels of all blocks of a piece. Four dimensions of 16 keys are a row of a half. Each half has four
+  // keys of every eight: packing the 32-bit sums of both halves, which takes four from each in turn, then restores the
+  // order.
   void unpack(const Piece &piece) {
     const __m512i mask = _mm512_set1_epi32(0x0c030c03), numbers = _mm512_broadcast_i32x4(*(const __m128i *)number);
     for (int64_t b = 0; b < piece.blocks; b++) {
@@ -236,7 +245,7 @@ class Levels {
     }
   }
 
-  // The scores of a block from the sums of both halves, and the bits of those above the bound.
+  // Writes the scores of a block from the sums of both halves, and returns the bits of those above the bound.
   static uint32_t finish(__m512i one, __m512i other, __m512i factor, __m512i bound, int16_t *score) {
     const __m512i x = _mm512_mulhrs_epi16(_mm512_packs_epi32(one, other), factor);
     _mm512_store_si512(score, x);
@@ -248,7 +257,7 @@ class Levels {
   aligned_vector<int8_t> level;
 };
 
-// Products of bytes, four of them summed into 32 bits. Levels are not negative there.
+// Scores by `vpdpbusd`, which adds four products of bytes to a 32-bit sum. Levels must not be negative.
 class VectorScores {
  public:
   static constexpr int AT_ONCE = Levels::AT_ONCE;
@@ -272,10 +281,10 @@ class VectorScores {
   }
 
  private:
-  static constexpr int EIGHT = 8;  // queries that are multiplied at once: twice as many sums are in registers
+  static constexpr int EIGHT = 8;  // queries that are multiplied at once: 16 sums in registers
   Levels levels;
   int rows = 0;
-  int32_t begin[TILE] = {};  // the sums of levels without their smallest one
+  int32_t begin[TILE] = {};  // the first value of each sum, which makes up for the levels' offset
 
   __attribute__((noinline)) void add_up(const Piece &piece, int64_t b, int i, const int16_t *bound, PieceScores &to) {
     count_multiply_adds(EIGHT * CODED * levels.wide);
@@ -306,7 +315,7 @@ class VectorScores {
 #endif
 
 #ifdef FEWKEYS_MATRIX
-// The same products on the matrix unit: its B is 16 rows of 16 keys, four numbers each.
+// Scores on the matrix unit (AMX). The second operand is 16 rows of 16 keys, four dimensions each.
 class MatrixScores {
  public:
   static constexpr int AT_ONCE = Levels::AT_ONCE;
@@ -320,8 +329,8 @@ class MatrixScores {
 
   __attribute__((noinline)) void write(const Piece &piece, const int16_t *bound, PieceScores &to) {
     count_multiply_adds(piece.blocks * CODED * rows * levels.deep);
-    // The unit reads what has reached the cache, and what it writes takes its time: so all blocks are unpacked first,
-    // and sums become scores one block later.
+    // The matrix unit reads from the cache and its stores take long. So all blocks are unpacked first, and the sums of
+    // a block become scores after the next block was multiplied.
     levels.unpack(piece);
     written(levels.query.data()), written(levels.of(0));
     for (int i = 0; i < TILE; i++) _mm512_store_si512(bounds[i], _mm512_set1_epi16(i < rows ? bound[i] : INT16_MAX));
@@ -337,7 +346,7 @@ class MatrixScores {
   int rows = 0;
   AmxProducts::Session session;
   alignas(64) int16_t bounds[TILE][CODED];
-  alignas(64) float sum[2][TILE * CODED];  // of 32 bits each, keys as `unpack` orders them
+  alignas(64) float sum[2][TILE * CODED];  // 32-bit integers, with the keys in the order of `unpack`
 
   void load_queries(int64_t d) const {
     const int8_t *from = &levels.query[d];
@@ -345,7 +354,7 @@ class MatrixScores {
     _tile_loadd(5, from + EDGE * levels.deep, levels.deep);
   }
 
-  // The sums of a block.
+  // Computes the sums of a block.
   void add_up(const int8_t *level, float *to) const {
     clear_sums();
     for (int64_t d = 0; d < levels.deep; d += DEEP, level += 2 * KEYS * DEEP) {

@@ -1,12 +1,13 @@
 // Keys in two bits a number, and queries in integers: `fewkeys.sketch.codes` has the equations.
 //
-// Every step is an exact product, a sum in a fixed order or a correctly rounded operation, so the bits are torch's.
+// Every step is an exact product, a sum in a fixed order or a correctly rounded operation, so the bits equal those of
+// torch's operations.
 #pragma once
 #include "largest.h"
 
 namespace fewkeys {
 
-constexpr int TABLE = 16;    // bytes of a pair of numbers in a block
+constexpr int TABLE = 16;    // bytes of two dimensions in a block
 constexpr int LEVELS = 10;   // the largest integer of a query
 constexpr int UNIT = 4096;   // the factor of a key at the mean distance of the first block from the middle
 
@@ -17,7 +18,7 @@ static inline vec butterfly(vec x) {
   return x;
 }
 
-// x (wide,) becomes H x, where H is the Hadamard matrix of a power of two, at least 16.
+// Replaces x (wide,) by H x, where H is the Hadamard matrix; wide is a power of 2, at least 16.
 static inline void transform(float *x, int64_t wide) {
   count_multiply_adds(wide);
   for (int64_t d = 0; d < wide; d += LANES) store(x + d, butterfly<1>(load(x + d)));
@@ -29,7 +30,7 @@ static inline void transform(float *x, int64_t wide) {
       }
 }
 
-// A query (dim,), rotated into `turned` (wide,), as integers (wide,).
+// Rotates a query (dim,) into `turned` (wide,) and rounds it to integers (wide,).
 template <class T>
 static void round_query(const T *query, int64_t dim, int64_t wide, const float *sign, float *turned, int8_t *to) {
   for (int64_t d = 0; d < dim; d++) turned[d] = to_float(query[d]) * sign[d];
@@ -43,7 +44,7 @@ static void round_query(const T *query, int64_t dim, int64_t wide, const float *
   }
 }
 
-// Codes keys block by block.
+// Computes the codes of keys, block by block.
 template <class T>
 class Coder {
  public:

@@ -1,11 +1,12 @@
-// Stand-ins of every cohort, from what `tilts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
+// The stand-ins of every cohort, from the sums of `tilts.h`. `fewkeys.rest.cohort_means` has the equations.
 #pragma once
 #include "products.h"
 #include "team.h"
 
 namespace fewkeys {
 
-// Directions of the values along which products with keys move most: `fewkeys.sketch.gram.top_subspace`.
+// The leading directions of the products of keys and values, by subspace iteration
+// (`fewkeys.sketch.gram.top_subspace`).
 class Subspace {
  public:
   Subspace(int64_t dim, int64_t wide, int64_t rank, int64_t steps, float least)
@@ -15,7 +16,7 @@ class Subspace {
       for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
   }
 
-  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), padded on both sides, in the metric (D, D).
+  // Writes the factors (D, r) and (r, Dv) of pooled products (D, Dv), padded in both dimensions. metric (D, D).
   void find(const float *metric, const float *pooled, float *left, float *right) {
     for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
     std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
@@ -41,7 +42,7 @@ class Subspace {
   const float least;
   aligned_vector<float> second, turned, square, start, next;
 
-  // Makes row r of `next` orthogonal to the earlier ones, of length one; zero if too little is left.
+  // Orthogonalises row r of `next` against the earlier rows and normalises it; zero if hardly anything is left.
   void straighten(int64_t r, float largest) {
     float *row = &next[r * wide];
     for (int twice = 0; twice < 2; twice++)
@@ -90,22 +91,22 @@ class CohortMeans {
   const int64_t count, dim, wide, tall, across, ranks;
   Subspace subspace;
   aligned_vector<float> pooled, weighted, values, offset;
-  aligned_vector<float> within, left, moving;  // W, the left factor and W times it, TILE columns after the other
+  aligned_vector<float> within, left, moving;  // W, the left factor, and W times the left factor, in tiles of columns
   aligned_vector<float> turned, moved, start, spread;
 
-  // The lanes, in whole vectors, of the ranks from r on.
+  // The number of lanes, in whole vectors, of the ranks from r on.
   int used(int64_t r) const { return round_up(std::min<int64_t>(TILE, p.rank - r), LANES); }
 
-  // A safe divisor for empty clusters.
+  // The mass, or a positive divisor for empty clusters.
   float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
 
-  // Copies columns of rows (D, width), TILE at a time, as lanes for `dots`.
+  // Copies the columns of a matrix (D, width) as lanes for `dots`, TILE at a time.
   void to_columns(const float *rows, int64_t width, float *to) {
     for (int64_t e = 0; e < width; e++)
       for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
   }
 
-  // The mean of (k - key_c)(v - value_c)^T over all clusters of all cohorts.
+  // pooled <- the mean of (k - key_c)(v - value_c)^T over all clusters of all cohorts.
   void pool(int64_t head) {
     std::fill(pooled.begin(), pooled.end(), 0.0f);
     float all = 0.0f;
@@ -127,7 +128,8 @@ class CohortMeans {
       }
   }
 
-  // Mean keys, bias, factors and bounds of a cohort, and its values where the first-order term is zero.
+  // Writes the mean keys, biases, factors and bounds of a cohort, and moves its mean values to where the first-order
+  // term is zero.
   void finish(int64_t head, int64_t cohort, const float *right) {
     const float *middle = p.middle + head * dim, *asked = p.mean + cohort * dim;
     const int64_t first = cohort * count;
@@ -146,7 +148,8 @@ class CohortMeans {
       const float along = product(&offset[c * tall], asked, dim);
       const float seen = p.tilt * (p.level[first + c] - along - 0.5f * square);
       p.bias[first + c] = std::clamp(seen, -p.largest_tilt, p.largest_tilt);
-      // A cluster of equal keys has no spread: the rounding error of the difference must not become one.
+      // A cluster of equal keys has spread zero. Without this test the rounding error of the difference would be its
+      // spread.
       const float energy = p.energy[first + c] / mass_of(first + c), epsilon = std::numeric_limits<float>::epsilon();
       spread[c] = energy - square > 64 * epsilon * energy ? energy - square : 0.0f;
       all += p.mass[first + c], spreads += p.mass[first + c] * spread[c];

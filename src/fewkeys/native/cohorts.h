@@ -1,19 +1,19 @@
-// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.select.outliers`. Cohorts stand in
-// the lanes, keys are rows.
+// Cohorts of queries (`fewkeys.sketch.cohorts`) and the keys that each cohort keeps (`fewkeys.select.outliers`).
+// Cohorts are in the lanes, keys in the rows.
 #pragma once
 #include "keys.h"
 #include "rows.h"
 
 namespace fewkeys {
 
-constexpr int CHUNK = 32;  // keys that are looked at together
+constexpr int CHUNK = 32;  // keys that are scored at once
 
-// The smallest of some numbers: those below `end`, and the first `ties` of those that equal it.
+// Which of a list of numbers are the `rank` smallest: those below `end`, and the first `ties` of those equal to `end`.
 struct Smallest {
   float end;
   int64_t ties;
 
-  // The `rank` smallest of `count` numbers, in whole vectors. NaN becomes zero, infinity the largest number.
+  // By bisection. `x` has room for whole vectors and is changed: NaN becomes zero, infinity the largest number.
   Smallest(float *x, int64_t count, int64_t rank) {
     constexpr float MOST = std::numeric_limits<float>::max();
     const int64_t full = round_up(count, LANES);
@@ -28,7 +28,7 @@ struct Smallest {
     }
     std::fill(x + count, x + full, INFINITY);
     float low = -max_of_lanes(-least), high = max_of_lanes(most);
-    // No more than `rank` are below `low`.
+    // Invariant: at most `rank` numbers are below `low`.
     for (float middle; middle = 0.5f * low + 0.5f * high, low < middle && middle < high;) {
       const int64_t below = count_below(x, full, middle);
       if (below == rank) {
@@ -41,7 +41,7 @@ struct Smallest {
     ties = rank - count_below(x, full, end);
   }
 
-  // Whether the next number is one of them.
+  // Whether the next number of the list is among the smallest. Call it once for each number, in their order.
   bool takes(float x) {
     const bool is_end = x == end, is_one = (x < end) | (is_end & (ties > 0));
     ties -= is_end;
@@ -56,8 +56,8 @@ struct Smallest {
   }
 };
 
-// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums
-// of rows; products with them are taken in the metric.
+// Halves sets of rows again and again, and computes the means and covariance of the parts (`fewkeys.sketch.cohorts`).
+// A direction of a cut is a sum of rows. Products with it are inner products in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
@@ -78,15 +78,16 @@ class Halver {
  private:
   static constexpr int64_t AHEAD = 8;
   const Halves &p;
-  const int64_t dim, wide, size, most;  // most: rows that directions are found by
+  const int64_t dim, wide, size, most;  // most: the most rows that a direction is computed from
   const float *rows = nullptr;
   std::vector<int32_t> order, others;
-  std::vector<const float *> key;  // rows that are looked at
+  std::vector<const float *> key;  // the rows whose mean and products are summed
   aligned_vector<float> score;
-  // The sampled rows, their products or weights, and those of a half; matrices are padded on both sides.
+  // some: sampled rows. by: their products with the direction, or their weights. half: -1 for rows of the smaller half.
+  // metric and square: matrices, padded to `wide` in both dimensions.
   aligned_vector<float> some, by, half, along, turned, middle, metric, square;
 
-  // The smaller half of the real ones to the front; fillings stand at the end all along.
+  // Moves the rows with smaller products to the front half. Entries of -1, which are no rows, stay at the end.
   void cut(int32_t *own, int64_t span) {
     int64_t real = span;
     while (real && own[real - 1] < 0) real--;
@@ -94,7 +95,7 @@ class Halver {
     look(own, span, real);
     measure(own, real);
     Smallest left(score.data(), real, span / 2);
-    // Rows of a half stay in their old order.
+    // The order of rows within a half does not change.
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
       const bool is_left = left.takes(score[i]);
@@ -104,7 +105,7 @@ class Halver {
     std::copy_n(others.begin(), high, own + low);
   }
 
-  // The metric.
+  // Computes the metric of a head: the covariance of its keys, times their number.
   void measure_keys(int64_t b, int64_t h) {
     const uint8_t *real = p.real ? p.real + b * p.keys : nullptr;
     std::fill(middle.begin(), middle.end(), 0.0f), std::fill(metric.begin(), metric.end(), 0.0f);
@@ -118,7 +119,7 @@ class Halver {
       for (int64_t e = 0; e < d; e++) metric[d * wide + e] = metric[e * wide + d];
   }
 
-  // Adds the products of rows around their mean, on the diagonal and right of it.
+  // Adds the outer products of rows around `mean` to the upper triangle of `sums`.
   void add_products(const float *const *row, int64_t count, const float *mean, aligned_vector<float> &sums) {
     for (int64_t begin = 0; begin < count; begin += p.sample) {
       const int few = std::min(p.sample, count - begin);
@@ -130,7 +131,7 @@ class Halver {
     }
   }
 
-  // The products of all rows with the direction.
+  // score <- the products of all rows with the direction.
   void measure(const int32_t *own, int64_t real) {
     for (int64_t i = 0; i < real; i += FOUR) {
       const float *row[FOUR];
@@ -142,10 +143,11 @@ class Halver {
     }
   }
 
-  // What is multiplied with rows for their products with `along`.
+  // turned <- metric * along: a plain product with `turned` is a product with `along` in the metric.
   void turn() { sum_rows(metric.data(), wide, along.data(), wide, turned.data()); }
 
-  // The direction along which to cut. Rows that fill up to FOUR are zero.
+  // along, turned <- the direction of the cut, from a sample of the rows: power iterations, then steps that move it to
+  // the sum of the rows of one half. The sample is filled up with zero rows to a multiple of FOUR.
   void look(const int32_t *own, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
@@ -175,7 +177,7 @@ class Halver {
     }
   }
 
-  // Takes the middle from the rows that `by` counts; along <- the longest of what is left.
+  // Subtracts the mean `middle` from the rows whose `by` is 1. along <- the longest row.
   void centre(int64_t full) {
     count_multiply_adds(2 * full * wide);
     float longest = -1.0f, found[FOUR];
@@ -196,13 +198,13 @@ class Halver {
     copy(along.data(), &some[place * wide], wide);
   }
 
-  // half <- -1 for the `left` smallest of `count` products, of equal ones the first, and 0 for the others.
+  // half <- -1 for the rows with the `left` smallest products, 0 for all others.
   void mark(int64_t count, int64_t left) {
     Smallest smallest(by.data(), count, left);
     for (int64_t j = 0; j < round_up(count, FOUR); j++) half[j] = -float(smallest.takes(by[j]));
   }
 
-  // The means of the sets, and the covariance around them, of every `step`-th row of each.
+  // Writes the mean of each part and the covariance within parts, both from every `step`-th row.
   void describe(int64_t set) {
     const int64_t each = size / p.count;
     int64_t all = 0;
@@ -231,10 +233,10 @@ static void halve(const Halves &p, int threads) {
   in_parallel(threads, p.sets, [&] { return Halver(p); }, split);
 }
 
-// The means of a tile of cohorts, in lanes.
+// The mean queries of a tile of cohorts, with the cohorts in the lanes.
 struct CohortLanes {
   aligned_vector<float> means;
-  int count = 0, used = 0;  // cohorts, and lanes that are computed
+  int count = 0, used = 0;  // the number of cohorts, and of lanes that are computed
 
   explicit CohortLanes(int dim) : means(dim * TILE) {}
   void read(const float *mean, int64_t cohorts, int64_t tile, int dim) {
@@ -251,8 +253,8 @@ class Choosing {
         copy(CHUNK * round_up(dim)), score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE),
         room(round_up(2 * p.count)), lacking(TILE * room), place(TILE * room) {}
 
-  // The offsets of a tile of keys from their products with a cohort's mean query to their scores. `far`: the largest
-  // distance of the head.
+  // offset <- what is added to the product of a key with a cohort's mean query to get its score, for a tile of keys.
+  // `far`: the largest distance of the head.
   void weigh(int64_t head, int64_t tile, float far, float *offset) {
     const int64_t b = head / p.heads, h = head % p.heads, first = tile * TILE, at = head * p.keys + first;
     const int count = std::min<int64_t>(TILE, p.keys - first);
@@ -304,17 +306,17 @@ class Choosing {
   const Best &p;
   const int dim;
   aligned_vector<float> form, lanes, turned;  // x^T form x = x^T W x / 2, upper triangular
-  int64_t held = -1;                          // the head whose form this is
+  int64_t held = -1;                          // the head that `form` belongs to
   CohortLanes cohorts;
   aligned_vector<float> copy, score;
-  static constexpr int64_t SOME_KEYS = 2048;  // the first ones
+  static constexpr int64_t SOME_KEYS = 2048;  // the first keys, which give a bound for all others
   static constexpr int HALVINGS = 10;
-  // Of every cohort, the best keys so far and as many more, in order: their scores, with the sign changed, and places.
+  // Candidates of every cohort in the order of the keys, at most twice `count`: negated scores and positions.
   const int64_t room;
   aligned_vector<float> lacking;
   aligned_vector<int32_t> place;
-  int64_t many[TILE];  // how many these are
-  float least[TILE];   // what a score must pass; lanes of no cohort hold nothing
+  int64_t many[TILE];  // the number of candidates
+  float least[TILE];   // a candidate's score must exceed it; infinity in lanes without a cohort
 
   void read_form(int64_t head) {
     held = head;
@@ -324,7 +326,7 @@ class Choosing {
         form[d * dim + e] = e < d ? 0.0f : within[d * dim + e] * (e == d ? 0.5f : 1.0f);
   }
 
-  // The scores of CHUNK keys.
+  // Scores the keys first .. first + CHUNK - 1 for all cohorts of the tile.
   void look(int64_t head, int64_t first, const float *offset, float *to) {
     const int64_t b = head / p.heads, h = head % p.heads, rows = std::min<int64_t>(CHUNK, p.keys - first);
     int64_t stride = p.key.row;
@@ -336,7 +338,8 @@ class Choosing {
         store(to + j * TILE + v, load(to + j * TILE + v) + offset[head * p.keys + first + j]);
   }
 
-  // Halves the range of the first scores until few more than `count` of them pass `least`: most others are never held.
+  // least <- a bound that at least `count` of the first keys exceed, by bisection. Few later keys then become
+  // candidates.
   void raise(int64_t rows) {
     if (rows <= p.count) return;
     for (int v = 0; v < cohorts.used; v += LANES) {
@@ -357,7 +360,7 @@ class Choosing {
     }
   }
 
-  // Holds what passes `least`.
+  // Adds the keys whose scores exceed `least` to the candidates.
   void take(const float *own, int64_t first) {
     for (int64_t j = first; j < std::min(p.keys, first + CHUNK); j++, own += TILE)
       for (int v = 0; v < cohorts.used; v += LANES)
@@ -368,6 +371,7 @@ class Choosing {
         }
   }
 
+  // Drops all candidates of cohort i but the best `count`.
   void shrink(int i) {
     if (many[i] <= p.count) return;
     float *own = &lacking[i * room];

@@ -1,5 +1,5 @@
-// How much arithmetic kernels do and how much memory their buffers take, counted in builds with -DFEWKEYS_COUNT alone:
-// with it, a law can see how both grow. In every other build the calls below do nothing.
+// Counts the arithmetic of kernels and the bytes of their buffers, in builds with -DFEWKEYS_COUNT. Tests then see how
+// both grow with the length. In all other builds the calls below do nothing.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ struct Counter {
   std::atomic<int64_t> multiply_adds{0}, bytes{0};
 };
 
-// One counter for each thread that ever ran: no other thread adds to it.
+// One counter for each thread that ever ran; only that thread adds to it.
 struct Counters {
   std::mutex enrolling;
   std::deque<Counter> of_threads;
@@ -48,7 +48,7 @@ struct Counters {
 static inline void count_multiply_adds(int64_t number) {
   Counters::of_thread().multiply_adds.fetch_add(number, std::memory_order_relaxed);
 }
-// Counts down to the allocation that fails, as on a machine without memory.
+// Counts allocations down to the one that fails. Tests use it to simulate a lack of memory.
 static inline std::atomic<int64_t> &failing() {
   static std::atomic<int64_t> number{0};
   return number;

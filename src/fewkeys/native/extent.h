@@ -1,4 +1,4 @@
-// How large the entries of a problem are, and its rows head by head: one look at its queries, keys and values.
+// The largest magnitudes of queries, keys and values, and copies of their rows head by head, in one pass over memory.
 #pragma once
 #include "lanes.h"
 
@@ -6,8 +6,7 @@ namespace fewkeys {
 
 constexpr int64_t EXTENT = 16;  // rows of every head in one piece of work
 
-// Magnitudes are compared by their bits, which rise with finite numbers; infinity is above these, and NaN above
-// infinity.
+// Compares magnitudes by their bits, which are ordered like the numbers: finite, then infinity, then NaN.
 template <class T>
 static inline void look_at(const T *row, int64_t count, ivec &most) {
   int64_t d = 0;
@@ -43,7 +42,7 @@ static void extents(const Extents &p, int threads) {
     const Part &part = parts[at];
     const int64_t each = (part.count + EXTENT - 1) / EXTENT, b = piece / each, first = piece % each * EXTENT;
     ivec seen = {};
-    // Models have the rows of all heads of a token side by side: in this order, memory is read in a row.
+    // Models store the rows of all heads of a token side by side, so this order reads memory sequentially.
     for (int64_t n = first; n < std::min(part.count, first + EXTENT); n++)
       for (int64_t h = 0; h < part.heads; h++) {
         const T *row = part.rows.template at<T>(b, h, n);

@@ -1,4 +1,5 @@
-// The metric of a head's queries on its keys and values: `fewkeys.sketch.clusters.Frame` has the equations.
+// Moments of the queries, keys and values of a head, and the metric that they give. `fewkeys.sketch.clusters.Frame` has
+// the equations.
 #pragma once
 #include "keys.h"
 
@@ -12,7 +13,7 @@ class Framing {
         query_pieces(p.gqa_ratio * pieces_of(p.queries)), key_size(dim + wide + 1), query_size(dim + tall * tall),
         copy(FEW * tall) {}
 
-  // Sums over pieces of keys, then of queries, one after the other.
+  // The number of pieces (of keys, then of queries), and the size of their sums.
   int64_t pieces() const { return key_pieces + query_pieces; }
   int64_t size() const { return key_pieces * key_size + query_pieces * query_size; }
 
@@ -59,7 +60,7 @@ class Framing {
 
   static int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
 
-  // Adds up queries, and their products on the diagonal and right of it.
+  // Adds queries, and the upper triangle of their outer products.
   void multiply(const T *query, int64_t count, float *sums) {
     int64_t stride = p.query.row;
     add_rows(query, stride, count, dim, sums);
@@ -67,7 +68,7 @@ class Framing {
     add_square(rows, stride, count, tall, sums + dim);
   }
 
-  // The mean key and value, and the values' unit.
+  // Writes the mean key, the mean value and the unit of the values.
   void centre(int64_t head, const float *sums) {
     const float keys = p.real[head / p.heads];
     float *value = p.value_mean + head * wide;
@@ -77,7 +78,7 @@ class Framing {
     p.unit[head] = 1.0f / std::sqrt(std::max(square, std::numeric_limits<float>::min()));
   }
 
-  // L^T into the form.
+  // Writes L^T to the form, L to the root.
   void factorise(int64_t head) {
     float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
     if (!factorise_raised(p.second + head * dim * dim, dim, p.ridge, form))

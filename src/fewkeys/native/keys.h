@@ -1,12 +1,12 @@
-// Spread, importance and cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
+// The spread, importance and cluster of every key, and sums over clusters (`fewkeys.sketch.clusters`).
 #pragma once
 #include "tile.h"
 
 namespace fewkeys {
 
-constexpr int64_t PIECE = 4096;  // keys of one partial sum, so that sums do not depend on the number of threads
+constexpr int64_t PIECE = 4096;  // keys of a partial sum; fixed, so that sums do not depend on the number of threads
 
-// Squared distances of the rows in `lanes` from `middle`.
+// Squared distances of the keys in `lanes` from `middle`.
 static void measure(const float *lanes, const float *middle, int dim, float *square) {
   count_multiply_adds(dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {
@@ -25,7 +25,8 @@ static void triangular(const float *form, int dim, const float *lanes, float *to
     dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, to + r * TILE);
 }
 
-// Spread and importance of the keys in `lanes`, L^T upper triangular; `scores` has D + 1 rows.
+// Spread and importance of the keys in `lanes`. form: L^T, upper triangular, and the mean query. `scores` has D + 1
+// rows.
 static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
                 float *importance) {
   triangular(form, dim, lanes, scores);
@@ -55,7 +56,7 @@ static void nearest_of(const float *scores, const float *constant, int count, fl
   }
 }
 
-// The sums of some keys, a few at a time.
+// Sums of keys and values by cluster, a few keys at a time.
 template <class T>
 class Adder {
  public:
@@ -64,7 +65,7 @@ class Adder {
       : p(p), both(p.dim + p.value_dim), tall(round_up(p.dim)), wide(round_up(p.value_dim)), keys(FEW * tall),
         copy(FEW * wide) {}
 
-  // sums (C, D + Dv), products (D, Dv) padded on both sides.
+  // Adds the keys first .. last - 1 to sums (C, D + Dv) and products (D, Dv), padded in both dimensions.
   void add_all(int64_t head, int64_t first, int64_t last, float *sums, float *products) {
     const int64_t b = head / p.heads, h = head % p.heads;
     for (int64_t begin = first; begin < last; begin += FEW) {
@@ -121,7 +122,7 @@ static void label_sums(const Sums &p, int threads) {
   });
 }
 
-// Adds up V vectors of every row, and their squares.
+// Sums V vectors of every row, and the squares of their entries.
 template <int V, class T>
 static void add_up(const T *row, int64_t stride, int64_t count, float *sums, vec &square) {
   vec sum[V] = {};
@@ -134,7 +135,7 @@ static void add_up(const T *row, int64_t stride, int64_t count, float *sums, vec
   for (int v = 0; v < V; v++) store(sums + v * LANES, load(sums + v * LANES) + sum[v]);
 }
 
-// Adds up rows; returns the sum of all squares.
+// Sums rows; returns the sum of the squares of all entries.
 template <class T>
 static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, float *sums) {
   count_multiply_adds(count * dim);

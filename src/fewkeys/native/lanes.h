@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the machine's, and operations on single vectors.
+// Vectors of floats as wide as the registers of the machine, and operations on them.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,12 +26,12 @@ constexpr int LANES = 4, ROWS = 12, ABREAST = 4;
 #else
 constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 #endif
-// ROWS x 2 sums fill the registers (32 of AVX-512 and NEON, else 16), but for the two vectors and the number that are
-// multiplied; so do SOME x ABREAST.
+// ROWS x 2 sums fill the registers (32 with AVX-512 and NEON, otherwise 16), except for three that hold the operands.
+// So do SOME x ABREAST sums.
 constexpr int TILE = 32, WIDE = TILE / LANES;
 // Rows of values are padded to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
-constexpr int SOME = 4;  // rows that are mixed at once
+constexpr int SOME = 4;  // rows of weighted sums that are computed at once
 static inline int64_t round_up(int64_t count, int64_t to = FILL) { return (count + to - 1) / to * to; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -41,7 +41,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Arrays aligned to lines of the cache.
+// Arrays aligned to cache lines.
 template <class T>
 struct AlignedAllocator {
   typedef T value_type;
@@ -71,12 +71,11 @@ static inline void round_to(float x, float &into) { into = x; }
 static inline void round_to(float x, bf16 &into) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  // To nearest, ties to even; the sum would carry a NaN over to a number.
+  // To nearest, ties to even. NaN is separate, because the addition could turn it into a number.
   into.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
-// One move each. Through memcpy, compilers split moves as they think best for the processor, and do so through the
-// stack.
+// Loads and stores by one instruction. For memcpy some compilers generate several, through the stack.
 static inline vec load(const float *from) { return *(const vec *)from; }
 static inline vec load(const bf16 *from) {
   typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
@@ -136,7 +135,7 @@ static inline vec exponential(vec x) {
 
 // log x of positive normal numbers to 1e-7 of itself or of one: Cephes' polynomial between the roots of 1/2 and 2.
 static inline vec logarithm(vec x) {
-  constexpr int32_t ROOT = 0x3f3504f3;  // the bits of the smaller one
+  constexpr int32_t ROOT = 0x3f3504f3;  // the bits of the root of 1/2
   const ivec power = ((ivec)x - ROOT) >> 23;
   const vec r = (vec)((ivec)x - (power << 23)) - 1.0f, whole = __builtin_convertvector(power, vec);
   vec p = r * 7.0376836292e-2f - 1.1514610310e-1f;
@@ -146,7 +145,7 @@ static inline vec logarithm(vec x) {
   return (p * r * r * r - whole * 2.12194440e-4f) - 0.5f * r * r + r + whole * 0.693359375f;
 }
 
-// Lanes i and i ^ step change places.
+// Swaps lanes i and i ^ step.
 template <int step>
 static inline vec crossed(vec x) {
 #if defined(__clang__)
@@ -185,7 +184,7 @@ static inline float product(const float *x, const float *y, int count) {
   return result;
 }
 
-// Adds a row of any type.
+// Adds `scale` times a row of any dtype.
 template <class T>
 static inline void add(float *to, const T *from, float scale, int64_t count) {
   count_multiply_adds(count);
@@ -203,7 +202,7 @@ static inline void scale(float *to, float by, int count) {
   for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
 }
 
-// One step of a transposition: lanes of a and b change sides where bit `step` of the lane is set.
+// One step of a transposition: swaps the lanes of a whose bit `step` is set with the lanes of b where it is not.
 template <int step>
 static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
 #if defined(__clang__)
@@ -224,7 +223,7 @@ static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
   b = high;
 }
 
-// All in registers, once unrolled.
+// Transposes LANES vectors. Once unrolled, everything stays in registers.
 template <int step>
 static inline __attribute__((always_inline)) void transpose_step(vec (&x)[LANES]) {
   if constexpr (step > 0) {

@@ -1,5 +1,5 @@
-// The best keys of a query, of scores that come block by block: those that may still be among its best are held. When
-// there are too many, all but the best go, and later keys must beat the least of these.
+// The keys with the largest scores, from scores that come block by block. Candidates are held in a list. When the list
+// is full, all but the best are dropped, and later keys must exceed the smallest score that is left.
 #pragma once
 #include <limits>
 
@@ -11,7 +11,7 @@
 namespace fewkeys {
 
 constexpr int CODED = 32;  // keys of a block
-constexpr int TOGETHER = 16;  // blocks that are scored together at most
+constexpr int TOGETHER = 16;  // the most blocks that are scored at once
 
 typedef int16_t eight __attribute__((vector_size(16), aligned(2), may_alias));
 
@@ -38,7 +38,7 @@ static inline uint32_t bits_above(const int16_t *score, int16_t least) {
 #endif
 }
 
-// The numbers of a block whose bits are set, side by side; something may be written behind them.
+// Writes the numbers of a block whose bits are set side by side. What follows them in `to` may be overwritten.
 static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
 #if defined(__AVX512VBMI2__)
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
@@ -57,7 +57,7 @@ static inline void pack(const int32_t *number, uint32_t bits, int32_t *to) {
 #endif
 }
 
-// The places of a block's keys whose bits are set.
+// Writes the positions of a block's keys whose bits are set.
 static inline void pack_places(int32_t first, uint32_t bits, int32_t *to) {
 #if defined(__AVX512F__)
   const __m512i low = (__m512i)(count_up() + first), high = (__m512i)(count_up() + first + LANES);
@@ -69,7 +69,7 @@ static inline void pack_places(int32_t first, uint32_t bits, int32_t *to) {
 #endif
 }
 
-// Which of TILE words have one of these bits, a bit for each.
+// One bit for each of TILE words: 1 if the word has any of `bits`.
 static inline uint32_t that_have(const uint32_t *word, uint32_t bits) {
 #if defined(__AVX512F__)
   const __m512i wanted = _mm512_set1_epi32(bits);
@@ -82,27 +82,27 @@ static inline uint32_t that_have(const uint32_t *word, uint32_t bits) {
 #endif
 }
 
-// The `count` best of the keys that a query has seen, of equal scores the first.
+// The `count` keys of a query with the largest scores; of equal scores, those of the first keys.
 class Largest {
  public:
-  // Of keys whose scores are above a bound.
+  // Begins anew, for keys with scores above `bound`.
   void begin(int64_t best, int16_t bound = INT16_MIN) {
     count = best, held = 0, least = bound;
     const int64_t room = most() + 3 * CODED;
     if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
   }
 
-  // Only keys with larger scores count.
+  // Keys with scores at or below it are not needed.
   int16_t bound() const { return least; }
 
-  // The scores of a block, and which of its keys count.
+  // Adds the keys of a block whose bits are set.
   void add(const int16_t *from, int32_t block, uint32_t bits) {
     pack(from, bits, &score[held]), pack_places(block * CODED, bits, &place[held]);
     held += __builtin_popcount(bits);
     if (held > most()) cut(count / 2);
   }
 
-  // Also those that another has held of later keys.
+  // Adds the candidates of another list, which are of later keys.
   void join(const Largest &later) {
     least = INT16_MIN;
     for (int64_t j = 0; j < later.held; j += CODED) {
@@ -113,12 +113,12 @@ class Largest {
     }
   }
 
-  // How many there are; then `places` gives them, ascending.
+  // Drops all but the best and returns their number; `places` then holds their positions, ascending.
   int64_t finish() {
     cut(0);
     return held;
   }
-  // Just below what `count` have reached; where there are fewer, no bound.
+  // A bound just below the smallest of the `count` best scores; no bound where there are fewer keys.
   int16_t reached() {
     if (held < count) return INT16_MIN;
     cut(0);
@@ -126,34 +126,35 @@ class Largest {
     for (int64_t j = 0; j < held; j++) smallest = std::min(smallest, score[j]);
     return smallest - 1;
   }
-  // None comes later.
+  // Ignores all keys from now on.
   void close() { least = INT16_MAX; }
   const int32_t *places() const { return place.data(); }
 
  private:
   int64_t count = 0, held = 0;
-  int16_t least = INT16_MIN;  // later keys must have more
+  int16_t least = INT16_MIN;  // later keys must have larger scores
   aligned_vector<int16_t> score;
   aligned_vector<int32_t> place;
 
   int64_t most() const { return 2 * count + 4 * CODED; }
 
-  // How many of those held are above a bound.
+  // The number of candidates above a bound.
   int64_t above(int16_t bound) const {
     int64_t total = 0;
     for (int64_t v = 0; v < held; v += CODED) total += __builtin_popcount(bits_above(&score[v], bound));
     return total;
   }
 
-  // Drops all but the `count` best, and at most `slack` of the next.
+  // Drops all candidates but the `count` best and at most `slack` of the next.
   void cut(int64_t slack) {
     if (held <= count) return;
-    std::fill_n(&score[held], CODED, INT16_MIN);  // up to whole blocks
-    // The largest bound that `count` reach, or one that at most so many more do.
+    std::fill_n(&score[held], CODED, INT16_MIN);  // scores are read in whole blocks
+    // Bisection for the largest bound that `count` candidates reach. It ends early at a bound that at most `slack` more
+    // do.
     int32_t low = least, high = INT16_MAX;
     int64_t reach = held;
     while (low < high && reach > count + slack) {
-      // The first steps double the bound: the largest score is not known.
+      // The largest score is unknown, so the first steps double the bound.
       const int32_t middle = high == INT16_MAX ? std::clamp(2 * low, 16, high) : low + (high - low + 1) / 2;
       const int64_t there = above(middle - 1);
       if (there >= count)
@@ -161,7 +162,7 @@ class Largest {
       else
         high = middle - 1;
     }
-    // Of those that are equal to it, the first ones.
+    // Of the candidates that equal the bound, the first ones are kept.
     int64_t equal = reach > count + slack ? count - above(low) : held;
     int64_t to = 0;
     for (int64_t v = 0; v < held; v += CODED) {

@@ -1,4 +1,5 @@
-// Centres of clusters from a sample of the keys: Lloyd's steps of `fewkeys.sketch.clusters`, head by head.
+// k-means (Lloyd's algorithm) on a sample of the keys of each head, and the cluster of every key
+// (`fewkeys.sketch.clusters`).
 #pragma once
 #include "keys.h"
 
@@ -31,11 +32,11 @@ class Clustering {
   const int dim, both, span;
   const int64_t keys;
   const uint8_t *real = nullptr;
-  // Features of the keys: in rows, and in lanes, a tile after the other.
+  // rows and lanes: the features of the keys, in rows and in lanes, tile after tile.
   aligned_vector<float> scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
   aligned_vector<Ranked> order;
 
-  // The features of a tile of keys, and its importance.
+  // Computes the features and the importance of a tile of keys.
   void look(int64_t head, int64_t first) {
     const int64_t b = head / p.heads, h = head % p.heads;
     const int count = std::min<int64_t>(TILE, p.keys - first);
@@ -65,7 +66,7 @@ class Clustering {
       weight[j] = real && !real[j] ? 0.0f : std::exp(std::max(p.tilt * (importance[j] - top), p.lowest));
   }
 
-  // A quarter of the most important keys, and others at equal steps of rank.
+  // The first centres: a quarter are the most important keys, the others are keys at equal steps of rank.
   void seed(float *mean_importance) {
     for (int j = 0; j < p.keys; j++) order[j] = {importance[j], j};
     const auto heavier = [](const Ranked &a, const Ranked &b) { return a.importance > b.importance; };
@@ -82,7 +83,8 @@ class Clustering {
     }
   }
 
-  // One of Lloyd's steps: every key to its nearest centre, every centre to the weighted mean of its keys.
+  // One step of Lloyd's algorithm: assigns every key to its nearest centre, and moves every centre to the weighted mean
+  // of its keys.
   void move(float *mean_importance) {
     for (int64_t c = 0; c < p.count; c++) half[c] = -0.5f * product(&centre[c * span], &centre[c * span], both);
     for (auto *x : {&sums, &mass, &along}) std::fill(x->begin(), x->end(), 0.0f);
@@ -106,7 +108,7 @@ class Clustering {
     }
   }
 
-  // x . c - |c|^2 / 2 for features x, straight from keys and values.
+  // Writes `x . c - |c|^2 / 2` of features x as a linear function of keys and values.
   void write(int64_t head, int64_t c) {
     const float *centroid = &centre[c * span];
     const float *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
@@ -119,7 +121,7 @@ class Clustering {
   }
 };
 
-// Describes all keys of a head, a tile at a time.
+// Computes cluster, distance, spread and importance of all keys, a tile at a time.
 template <class T>
 class Surveyor {
  public:

@@ -1,4 +1,4 @@
-// The matrix unit (AMX), where the machine has one: it adds A B to C. Scans of codes multiply bytes on it.
+// The matrix unit of the processor (AMX), which adds A B to C. Scans of codes multiply bytes on it.
 #pragma once
 #include "lanes.h"
 
@@ -11,7 +11,7 @@ namespace fewkeys {
 
 constexpr int EDGE = 16;  // rows of a tile of the unit
 
-// The compiler does not know that the unit reads memory, and could otherwise delay or omit writes to it.
+// Tells the compiler that the unit reads memory. Otherwise it could delay or omit writes to it.
 static inline void written(const void *there) { asm volatile("" : : "r"(there) : "memory"); }
 
 // Four tiles of the unit hold the sums of TILE queries: EDGE rows above, and as many below.
@@ -30,7 +30,7 @@ static inline void store_sums(float *above, float *below) {
 }
 
 struct AmxProducts {
-  // Linux lends the unit to a process on request.
+  // Linux enables the unit for a process on request.
   static bool is_there() {
     constexpr int ASK = 0x1023, TILES = 18;
     static const bool lent = syscall(SYS_arch_prctl, ASK, TILES) == 0;

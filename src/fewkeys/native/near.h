@@ -1,4 +1,5 @@
-// Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
+// Attention to a shared list of keys, to the keys of a window (the band) and to stand-ins. `fewkeys.rest.base.StandIns`
+// has the equations.
 #pragma once
 #include "tile.h"
 
@@ -6,7 +7,7 @@ namespace fewkeys {
 
 constexpr float ROUNDING = 1e-5f;
 
-// The keys that some queries of a tile reach.
+// The keys in the windows of a tile's queries: begin .. begin + count - 1.
 struct Reach {
   int64_t begin;
   int count;
@@ -19,8 +20,8 @@ static inline int64_t most_reached(const Near &p) {
   return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
 }
 
-// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
-// left and right factor of the first-order term. Entries of no key are zero.
+// Copies what all queries of a key head, or of a cohort, share, in rows padded with zeros: the list, the stand-ins, and
+// the left and right factors of the first-order term. Unused entries of the list become zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
   const int64_t head = b * (p.heads / p.gqa_ratio) + h;
@@ -39,17 +40,17 @@ static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int d
   copy_rows(p.right_factor + head * p.rank * p.value_dim, p.value_dim, p.rank, p.value_dim, wide, value);
 }
 
-// How products with keys become weights, a tile of queries after the other.
+// Turns products of queries and keys into weights, for one tile of queries at a time.
 class NearWeights {
  public:
-  aligned_vector<float> score, near;  // of what is shared; of the band
-  vec slope[WIDE];             // what the factors of the stand-ins sum up to
+  aligned_vector<float> score, near;  // for the shared columns; for the band
+  vec slope[WIDE];                    // the sum of weight * factor over the stand-ins
 
   explicit NearWeights(const Near &p)
       : score((p.entries + p.means + p.rank) * TILE), near(most_reached(p) * TILE), p(p),
         count((p.means + 1) * TILE) {}
 
-  // All but those of the first-order term.
+  // All weights but those of the first-order term.
   void weigh(Tile &tile, int64_t head, int64_t first, const Reach &reach) {
     const int64_t position = first + p.offset;
     look_near(tile, head, position, reach.begin, reach.count);
@@ -61,7 +62,8 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
-  // The same for queries of a cohort: `look(mass)` takes the keys around them from what stand-ins speak for.
+  // The same for queries of a cohort. `look(mass)` subtracts the keys of the queries' windows from the stand-ins'
+  // masses.
   template <class Look>
   void weigh_cohort(Tile &tile, int64_t head, Look look) {
     start_counts(p.total + head * p.means);
@@ -73,7 +75,7 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
-  // `rank` more columns: what the query is along the left factor, times the slope.
+  // The weights of `rank` more columns: the coordinates of a query along the left factor, times the slope.
   void weigh_first_order(int64_t head) {
     count_multiply_adds(p.rank * TILE);
     for (int r = 0; r < p.rank; r++)
@@ -85,7 +87,7 @@ class NearWeights {
 
  private:
   const Near &p;
-  aligned_vector<float> count;  // what every stand-in speaks for; one row more, which `Neighbours` writes
+  aligned_vector<float> count;  // the mass of every stand-in for every query, and a spare row for `Neighbours`
   const ivec lane = count_up();
 
   void start_counts(const float *start) {
@@ -93,15 +95,15 @@ class NearWeights {
       for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(start[c]));
   }
 
-  // How far queries are from the middle along coordinate r of the first-order term, within reach, from the product
-  // with the left factor.
+  // Coordinate r of the first-order term: the distance of queries from the middle, clamped to the reach, from their
+  // product with the left factor.
   vec moved(int64_t head, int r, vec product) const {
     const vec along = product * p.scale - broadcast(p.bounds[head * 2 * p.rank + r]);
     const vec reach = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
     return -max(-max(along, -reach), -reach);
   }
 
-  // Queries within reach see a key, and no stand-in speaks for it to them.
+  // Scores of the band. A query that sees a key takes the key's share from the mass of its stand-in.
   void look_near(Tile &tile, int64_t head, int64_t position, int64_t begin, int reached) {
     start_counts(p.total + head * p.means);
     for (int j = 0; j < reached; j++) {
@@ -130,7 +132,7 @@ class NearWeights {
     count_multiply_adds(p.means * TILE);
     for (int c = 0; c < p.means; c++) {
       const float bias = p.bias[head * p.means + c];
-      // A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
+      // A stand-in whose keys are all kept must have no weight at all; rounding leaves a small mass.
       const vec least = broadcast(ROUNDING * p.total[head * p.means + c]);
       float *to = &score[(p.entries + c) * TILE];
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
@@ -157,12 +159,12 @@ class NearWeights {
   }
 };
 
-// Keys and values side by side.
+// Rows of keys and of values, read in place or copied.
 class Columns {
  public:
   Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(round_up(value_dim)) {}
 
-  // Consecutive rows are read in place if possible.
+  // Takes rows; they are read in place if they are floats without padding.
   template <class T>
   void read(const T *keys, int64_t key_pitch, const T *values, int64_t value_pitch, int64_t count) {
     if ((int64_t)copy.size() < count * (dim + wide)) copy.resize(count * (dim + wide));
@@ -176,8 +178,8 @@ class Columns {
     fewkeys::dots(key, key_stride, count, dim, query, score);
   }
 
-  // Adds the first `count` values to the sums (TILE, padded Dv) of `rows` queries under weights (count, TILE).
-  // `reach(i, low, high)`: all but those between have no weight for the queries i .. i + SOME - 1.
+  // Adds the weighted sum of the first `count` values to the sums (TILE, padded Dv) of `rows` queries; weights
+  // (count, TILE). `reach(i, low, high)`: only low .. high - 1 have weights for the queries i .. i + SOME - 1.
   template <class Reach>
   void mix(const float *weight, int count, int rows, float *sums, Reach reach) const {
     for (int i = 0; i < rows; i += SOME) {
@@ -205,7 +207,7 @@ class NearAttention {
       : p(p), wide(round_up(p.value_dim)), query(p.dim * TILE), mixed(TILE * wide), band(p.dim, p.value_dim),
         weights(p) {}
 
-  // Queries that follow one another, and the band around them.
+  // Computes the outputs of a tile of consecutive queries.
   void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
     const int rows = std::min<int64_t>(TILE, p.queries - first);
     const int64_t key_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + key_head;
@@ -239,7 +241,7 @@ class NearAttention {
   NearWeights weights;
 };
 
-// What a list and its stand-ins hold, side by side, and the rows that they are read from.
+// The shared columns of a key head or cohort (list, stand-ins, factors), and their memory.
 template <class T>
 class Shared {
  public:

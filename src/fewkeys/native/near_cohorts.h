@@ -1,5 +1,5 @@
-// Softmax over lists and stand-ins of cohorts of queries, and over the keys around each query: `near.h` for cohorts.
-// `fewkeys.rest.base.CohortStandIns` has the equations.
+// Attention to the lists and stand-ins of cohorts of queries and to a window around each query. It is `near.h` for
+// cohorts; `fewkeys.rest.base.CohortStandIns` has the equations.
 #pragma once
 #include "neighbours.h"
 
@@ -11,7 +11,8 @@ class CohortAttention {
   explicit CohortAttention(const Near &p)
       : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p), neighbours(p) {}
 
-  // The queries of a cohort, counted through all sequences, from the place `first` on: what they attend to is kept.
+  // Attends with TILE queries of a cohort, from the entry `first` of its order on, and stores the partial results.
+  // `head`: the cohort, numbered through all sequences.
   void attend(Surroundings &around, int64_t head, int64_t first) {
     const int64_t b = head / p.heads, h = head % p.heads;
     const int rows = gather(b, h, first, std::min<int64_t>(TILE, p.queries - first));
@@ -36,12 +37,12 @@ class CohortAttention {
   aligned_vector<float> query, mixed;
   NearWeights weights;
   Shared<T> shared;
-  int64_t held = -1;  // the cohort that `shared` is of
+  int64_t held = -1;  // the cohort that `shared` holds
   Neighbours neighbours;
   const T *asking[TILE];
-  int64_t row[TILE], place[TILE];  // the queries' numbers among those that read the key head, and their places
+  int64_t row[TILE], place[TILE];  // numbers of the queries among all of the key head, and their positions
 
-  // Looks up those among `count` places that are of a query; returns how many.
+  // Collects the queries among `count` entries of the cohort's order; returns their number.
   int gather(int64_t b, int64_t h, int64_t first, int count) {
     const int64_t *own = p.order + (b * p.heads + h) * p.queries + first;
     int queries = 0;
@@ -55,7 +56,7 @@ class CohortAttention {
   }
 };
 
-// A unit is a key head of a sequence.
+// A unit is a key head of a sequence. With many units each thread takes whole units.
 template <class T>
 static void attend_cohorts(const Near &p, int threads) {
   const int64_t units = p.batch * p.heads / p.cohorts, tiles = (p.queries + TILE - 1) / TILE;
@@ -82,7 +83,7 @@ static void attend_cohorts(const Near &p, int threads) {
       for (int64_t i = 0; i < band_tiles; i++) attend_band(worker.band, worker.around, unit, i);
     });
   }
-  // Else all threads share a unit, and what is known of one makes room for the next.
+  // With few units all threads share each, one unit after the other in the same memory.
   Surroundings around(p);
   for (int64_t unit = 0; unit < units; unit++) {
     around.read(p, unit * p.cohorts);

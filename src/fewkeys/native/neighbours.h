@@ -1,36 +1,37 @@
-// Keys around queries that belong to cohorts: queries attend to them in their order, once the cohorts have attended to
-// what they keep. Both parts are joined by their largest scores and their sums.
+// The window of keys around each query, for queries that belong to cohorts. Cohorts attend to their lists and stand-ins
+// first. Then the queries attend to their windows in the order of the sequence. Both parts are joined by their largest
+// scores and their sums of weights.
 #pragma once
 #include "near.h"
 #include "rows.h"
 
 namespace fewkeys {
 
-// How many keys are around a query at `position`, and the first of them.
+// The number of keys in the window of a query at `position`, and the first of them.
 static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
   first = std::clamp<int64_t>(position - p.left, 0, p.keys);
   return std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;
 }
 
-// The most keys around a query, in whole vectors.
+// The most keys of a window, rounded up to whole vectors.
 static inline int64_t most_around(const Near &p) {
   return round_up(std::clamp<int64_t>(p.left + p.right + 1, 0, p.keys), LANES);
 }
 
-// One key head of a sequence: the cohort of every query, what each cohort does not see through the band, and what the
-// queries have attended to with their cohorts.
+// One key head of a sequence: the cohort of every query, the keys that the windows of each cohort must skip, and the
+// partial results of the queries from the lists and stand-ins of their cohorts.
 struct Surroundings {
-  const int64_t wide;           // Dv filled up
-  std::vector<int32_t> label;   // of the keys: their stand-ins
-  std::vector<int32_t> cohort;  // of the queries of all query heads that read the key head; -1 for none
-  std::vector<uint8_t> hidden;  // (cohorts, keys), ones for padding and for keys in the cohort's list
-  // Of every query: the largest score, -inf for none; the sum of the weights beside that, and the sum of the values
-  // under these weights, filled up to `wide`.
+  const int64_t wide;           // padded Dv
+  std::vector<int32_t> label;   // the stand-in of each key
+  std::vector<int32_t> cohort;  // the cohort of each query of all query heads of the key head; -1 for none
+  std::vector<uint8_t> hidden;  // (cohorts, keys): 1 for padding and for keys in the list of the cohort
+  // For every query: the largest score, or -inf; the sum of the weights relative to it; and the weighted sum of values,
+  // padded to `wide`.
   aligned_vector<float> top, sum, mixed;
 
   explicit Surroundings(const Near &p) : wide(round_up(p.value_dim)) {}
 
-  // Of the key head with the cohorts from `first` on, counted through all key heads.
+  // Reads the key head whose cohorts are `first` and after, numbered through all key heads.
   void read(const Near &p, int64_t first) {
     const int64_t queries = p.asking * p.asked, keys = first / p.cohorts * p.keys;
     cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys + most_around(p), 0);
@@ -46,10 +47,11 @@ struct Surroundings {
     }
   }
 
-  // What a tile of the queries `row` attends to will soon be kept.
+  // Prefetches the memory that `keep` will write for the queries `row`.
   void expect(const int64_t *row, int rows) {
     for (int i = 0; i < rows; i++) prefetch_to_write(&mixed[row[i] * wide], wide * sizeof(float));
   }
+  // Stores the partial results of a tile.
   void keep(const Tile &tile, const float *sums, const int64_t *row, int rows) {
     float tops[TILE], weights[TILE];
     for (int w = 0; w < WIDE; w++) {
@@ -63,13 +65,14 @@ struct Surroundings {
   }
 };
 
-// What stand-ins speak for, less the keys around the queries.
+// Subtracts the keys of the queries' windows from the masses of the stand-ins.
 class Neighbours {
  public:
   explicit Neighbours(const Near &p) : p(p), part(p.means + 1) {}
 
-  // The masses (means + 1, TILE) of the stand-ins of cohort h, counted through all key heads, lose an equal part for
-  // each key that a query sees. `place`: where the queries stand.
+  // mass (means + 1, TILE): of the stand-ins of cohort h, numbered through all key heads. It loses an equal part for
+  // each key in a query's window that the list does not have. `place`: the positions of the queries. The last row takes
+  // what is subtracted for hidden keys, and is not read.
   void look(const Surroundings &around, int64_t h, const int64_t *place, int rows, float *mass) {
     for (int64_t c = 0; c < p.means; c++) part[c] = p.total[h * p.means + c] / std::max(p.size[h * p.means + c], 1.0f);
     const uint8_t *hidden = &around.hidden[h % p.cohorts * p.keys];
@@ -85,11 +88,11 @@ class Neighbours {
 
  private:
   const Near &p;
-  std::vector<float> part;  // of a stand-in's mass, for one of its keys; zero for keys of none
+  std::vector<float> part;  // the mass of a stand-in for one of its keys; zero for hidden keys
 };
 
-// Attends to the keys around tiles of queries that follow one another, and writes the output. Each step is done for all
-// queries of a tile before the next: so what one waits for does not hold up the others.
+// Attends to the windows of tiles of consecutive queries, and writes the output. Each step is done for all queries of a
+// tile before the next step: the queries are independent, so the processor overlaps their latencies.
 template <class T>
 class BandAttention {
  public:
@@ -97,7 +100,8 @@ class BandAttention {
       : p(p), most(most_around(p)), query(p.dim), mixed(round_up(p.value_dim)), score(TILE * most),
         key(TILE + most + FOUR), value(key.size()) {}
 
-  // The queries from `place` on of query head h; `row`: the number of the first one among those of its key head.
+  // The queries of query head h from position `place` on. `row`: the number of the first among all queries of the key
+  // head.
   void attend(const Surroundings &around, int64_t b, int64_t h, int64_t place, int64_t row) {
     const int64_t key_head = h / p.asking;
     const int rows = std::min<int64_t>(TILE, p.asked - place);
@@ -135,9 +139,9 @@ class BandAttention {
   std::vector<const T *> key, value;
   int64_t first[TILE];
   int count[TILE];
-  float before[TILE], inverse[TILE];  // the weight of what a query attended to before, and one over the sum of all
+  float before[TILE], inverse[TILE];  // the factor of the cohort's part, and one over the sum of all weights
 
-  // Products become weights of what is not hidden, beside what the queries have attended to before.
+  // Turns products into weights, relative to the largest score of the window and of the cohort's part.
   void weigh(const Surroundings &around, const int32_t *cohort, int64_t row, int rows) {
     const ivec lane = count_up();
     float held[TILE] = {}, sum[TILE] = {};

@@ -1,5 +1,5 @@
-// Keeps the buffers of finished kernels for the next ones. The system must clear the pages of fresh memory, which takes
-// a microsecond or more each, and a call may need hundreds.
+// Keeps the buffers of finished kernels for later kernels. The system clears every page of new memory, which takes a
+// microsecond or more, and a call may need hundreds of pages.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -26,14 +26,14 @@ class Pool {
   struct Block {
     Block *next;
   };
-  static constexpr std::align_val_t LINE{64};  // where a line of the cache begins
+  static constexpr std::align_val_t LINE{64};  // bytes of a cache line
   static constexpr int KINDS = 8;
-  static constexpr size_t LEAST = 32 << 10, MOST = 16 << 20;  // the smallest kind, and what is kept of all
+  static constexpr size_t LEAST = 32 << 10, MOST = 16 << 20;  // bytes of the smallest kind, and of all kept blocks
   static inline std::atomic_flag busy = ATOMIC_FLAG_INIT;
   static inline Block *first[KINDS] = {};
   static inline size_t kept = 0;
 
-  // Powers of two from LEAST on: larger buffers are few, and the system itself keeps smaller ones.
+  // Kinds are powers of two from LEAST on. Larger buffers are rare, and the allocator keeps smaller ones.
   static constexpr size_t size_of(int kind) { return LEAST << kind; }
   static int kind_of(size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -45,7 +45,7 @@ class Pool {
     return kind < KINDS ? kind : -1;
   }
 
-  // No thread waits for another, which may not exist any more after a fork.
+  // A thread never waits for another one, which may not exist any more after a fork.
   static Block *pop(int kind) {
     if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
     Block *block = first[kind];

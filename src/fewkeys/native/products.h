@@ -1,7 +1,7 @@
 // The matrix products of attention.
 //
-// Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
-// of scores are vectors too, and no score is ever summed across lanes.
+// A tile holds TILE queries (or keys), one in each lane, dimension after dimension. So the scores of a key with a tile
+// are vectors, and no sum across lanes is needed.
 #pragma once
 #include <limits>
 #include <type_traits>
@@ -39,7 +39,7 @@ static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, f
   to_lanes(at, count, dim, scale, into, pitch);
 }
 
-// R rows with W vectors of lanes.
+// Inner products of R rows with W vectors of lanes.
 template <int R, int W>
 static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
                                               float *into) {
@@ -54,12 +54,12 @@ static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, 
       for (int w = 0; w < W; w++) sum[r][w] += x[w] * row[r * stride + d];
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++)  // unrolled like the loop above: sums that are ever indexed live in memory
+  for (int r = 0; r < R; r++)  // unrolled like the loop above: an array that is indexed would live in memory
 #pragma GCC unroll 2
     for (int w = 0; w < W; w++) store(into + r * TILE + w * LANES, sum[r][w]);
 }
 
-// R rows with the first `used` lanes, in whole vectors.
+// Inner products of R rows with the first `used` lanes, a multiple of LANES.
 template <int R>
 static inline void dots_with(const float *row, int64_t stride, int dim, const float *lanes, float *into, int used) {
   int part = 0;
@@ -111,8 +111,8 @@ static __attribute__((noinline)) void mix_of(const float *value, int64_t stride,
     for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
 }
 
-// Adds to SOME rows (dim), `to` apart, the values (count, dim) under weights (count, SOME), `pitch` apart; FILL divides
-// dim.
+// Adds weighted sums of values (count, dim) to SOME rows (dim), which are `to` apart. Weights (count, SOME) are `pitch`
+// apart. FILL divides dim.
 static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, int64_t pitch,
                        float *into, int64_t to) {
   count_multiply_adds((int64_t)count * dim * SOME);
@@ -123,8 +123,8 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
 
-// Adds the products of rows (count, dim) with themselves to a matrix (dim, dim), on the diagonal and right of it; FILL
-// divides dim.
+// Adds X^T X of rows X (count, dim) to a matrix (dim, dim), of which only the upper triangle is right. FILL divides
+// dim.
 static inline void add_square(const float *row, int64_t stride, int count, int dim, float *sums) {
   for (int d = 0; d < dim; d += SOME) {
     const int from = d / FILL * FILL;
@@ -132,11 +132,11 @@ static inline void add_square(const float *row, int64_t stride, int count, int d
   }
 }
 
-// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which the diagonal and the
-// entries right of it are read, and zeros below. False if A is not positive definite.
+// Cholesky factorisation in place: U of A = U^T U, for a symmetric matrix (dim, dim) whose rows are `stride` apart.
+// Reads the upper triangle and sets the rest to zero. Returns false if A is not positive definite.
 static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {
   count_multiply_adds(dim * dim * dim / 6);
-  // Takes from the row `to`, from column e on, `count` rows from `row` on, each times its number in column e.
+  // Subtracts `count` rows, each times its entry in column e, from the row `to`, from column e on.
   const auto take = [=](float *to, int64_t e, const float *row, auto count) {
     float by[SOME];
     for (int r = 0; r < count; r++) by[r] = row[r * stride + e];
@@ -165,7 +165,7 @@ static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, i
   return true;
 }
 
-// The same of a dense matrix and so many times its mean on the diagonal: U in `to`, rows side by side.
+// The same of a dense matrix plus `ridge` times the mean of its diagonal on the diagonal; U goes to `to`.
 static inline bool factorise_raised(const float *matrix, int64_t dim, float ridge, float *to) {
   float trace = 0.0f;
   for (int64_t d = 0; d < dim; d++) trace += matrix[d * dim + d];

@@ -1,4 +1,4 @@
-// Products with rows at any address: dimensions are in the lanes, four rows at a time.
+// Products with rows at any addresses: the dimensions are in the lanes, four rows at a time.
 #pragma once
 #include "products.h"
 
@@ -19,7 +19,7 @@ static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], f
   *(four *)sums = four{low[0], low[1], low[2], low[3]};
 }
 
-// The inner products of four rows with another.
+// The inner products of four rows with `other`.
 template <class T>
 static inline __attribute__((always_inline)) void four_dots(const T *const *row, const float *other, int dim,
                                                             float *sums) {
@@ -36,7 +36,7 @@ static inline __attribute__((always_inline)) void four_dots(const T *const *row,
     for (int r = 0; r < FOUR; r++) sums[r] += to_float(row[r][d]) * other[d];
 }
 
-// The inner products of dense rows (count, width) with another; FOUR divides the count, FILL the width.
+// The inner products of dense rows (count, width) with `other`. FOUR divides the count, FILL the width.
 static inline void products_with(const float *row, int64_t count, const float *other, int64_t width, float *to) {
   for (int64_t j = 0; j < count; j += FOUR, row += FOUR * width) {
     const float *const four[FOUR] = {row, row + width, row + 2 * width, row + 3 * width};
@@ -44,7 +44,7 @@ static inline void products_with(const float *row, int64_t count, const float *o
   }
 }
 
-// The sum of such rows under weights.
+// The weighted sum of such rows.
 static inline void sum_rows(const float *row, int64_t count, const float *weight, int64_t width, float *to) {
   count_multiply_adds(count * width);
   for (int64_t d = 0; d < width; d += LANES) {
@@ -72,7 +72,7 @@ static inline __attribute__((always_inline)) void mix_rows_of(const T *const *ro
   for (int v = 0; v < V; v++) store(into + d + v * LANES, sum[v]);
 }
 
-// Adds rows under weights.
+// Adds the weighted sum of rows.
 template <class T>
 static inline void mix_rows(const T *const *row, const float *weight, int count, int dim, float *into) {
   count_multiply_adds((int64_t)count * dim);
@@ -85,7 +85,7 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
     for (int i = 0; i < count; i++) into[d] += to_float(row[i][d]) * weight[i];
 }
 
-// Prefetches memory into the nearest cache, 3, or the one behind it, 2.
+// Prefetches memory into the first-level cache (3) or the second-level cache (2).
 template <int cache = 3>
 static inline void prefetch(const void *from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, cache);

@@ -1,10 +1,11 @@
-// Softmax over each query's own block of keys, the keys that it chooses by their codes, and means of what it does not.
+// Attention of each query to the keys that it chose by their codes, to the unfinished block of keys that it is in, and
+// to means of all other keys.
 //
-// What a query chooses lies anywhere. So tiles of many queries go together: first all of them choose; then the keys pass
-// CHUNK by CHUNK, and every query attends to those of its own that lie in the chunk, which a cache near the core holds.
-// Chunks begin at fixed places: what a query gets does not depend on which others go with it. There, dimensions are in
-// the lanes, four rows at a time. Queries of a tile have the same own block and the same means: those are columns of a
-// tile, queries in the lanes.
+// The chosen keys lie anywhere in memory, so several tiles of queries are processed together. First all their queries
+// choose keys. Then the keys are visited CHUNK by CHUNK, and every query attends to its chosen keys in the chunk while
+// a cache near the core holds it. Chunks begin at fixed positions, so that an output does not depend on which queries
+// are processed together. In this step the dimensions are in the lanes, four rows at a time. The queries of a tile
+// share the unfinished block and the means, so these are the columns of a tile, with the queries in the lanes.
 #pragma once
 #include "code_scan.h"
 #include "rows.h"
@@ -12,14 +13,15 @@
 
 namespace fewkeys {
 
-// T: of queries and outputs; R: of keys and values as they are held.
+// T: dtype of queries and outputs. R: dtype of keys and values in memory.
 template <class T, class R>
 class ScanAttention {
  public:
   explicit ScanAttention(const ScanAttend &p)
-      : p(p), alone(p.of.queries < CODED), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE) {}
+      : p(p), alone(p.of.queries < CODED), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of),
+        lanes(dim * TILE) {}
 
-  // Attends after choosing, or, where others have, to what they `found`: the best keys of every query.
+  // Computes the outputs of tiles. `found`: the best keys of every query, where they were chosen before.
   void attend(int64_t batch, int64_t head, const Asking *tile, int tiles, Largest *found = nullptr) {
     const int64_t rows = tiles * TILE, seen = tile[tiles - 1].seen;
     asked.resize(rows * dim), place.resize(rows * p.of.count);
@@ -30,7 +32,8 @@ class ScanAttention {
       note(batch, head, tile[t], t * TILE, found ? found : best);
     }
     const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
-    // Few queries share nothing. All that counts are those of the call: not its batch or its threads.
+    // A few queries share no keys, so one chunk holds all keys. This depends on the number of queries in the call
+    // alone, not on the batch or the threads: sums then have the same order everywhere.
     const int64_t chunk = alone ? std::max<int64_t>(1, seen) : CHUNK;
     for (int64_t stop = chunk; stop < seen + chunk; stop += chunk)
       for (int64_t q = 0; q < rows; q++) take(q, of, stop);
@@ -38,33 +41,34 @@ class ScanAttention {
   }
 
  private:
-  static constexpr int CHUNK = 2048, AHEAD = 3072;  // keys; bytes of keys that are fetched before they are read
+  static constexpr int CHUNK = 2048, AHEAD = 3072;  // keys of a chunk; bytes of keys that are prefetched
   struct Held {
     const R *key, *value;
     const float *scale;
   };
 
   const ScanAttend &p;
-  const bool alone;  // few queries
+  const bool alone;  // the call has few queries
   const int64_t dim, wide;
   Scanner<T> scanner;
   Largest best[TILE];
   int near = 0;
   aligned_vector<float> lanes, key, value, score, logit, size;
   aligned_vector<const R *> row;
-  // By query: it and what it chooses, how many these are, and how many of them it has attended to; the sum of the
-  // values under their weights, the sum of the weights, and the score that has the weight one.
+  // For each query: its scaled row (asked), its chosen keys (place), their number (kept), and how many of them have
+  // been attended to (next); the weighted sum of values (mixed), the sum of weights, and the score whose weight is 1
+  // (top).
   aligned_vector<float> asked, mixed, sum, top;
   aligned_vector<int32_t> place, kept, next;
 
-  // Whether keys and values have scales.
+  // Whether keys and values are int8 with a scale for each row.
   static constexpr bool SCALED = std::is_same_v<R, int8_t>;
 
   const T *query(int64_t batch, int64_t head, const Asking &tile, int i) const {
     return p.of.query.at<T>(batch, head * p.of.gqa_ratio + tile.head(i), tile.query(i));
   }
 
-  // Queries of a tile and what they choose, from q on.
+  // Stores the queries of a tile and the keys that they chose, at q and after.
   void note(int64_t batch, int64_t head, const Asking &tile, int64_t q, Largest *best) {
     for (int i = 0; i < tile.rows; i++, q++) {
       const T *from = query(batch, head, tile, i);
@@ -74,7 +78,7 @@ class ScanAttention {
     }
   }
 
-  // Attends to the keys before `stop` that query q has chosen and not attended to.
+  // Attends to the chosen keys of query q that lie before `stop` and were not attended to yet.
   void take(int64_t q, const Held &of, int64_t stop) {
     const int32_t *at = &place[q * p.of.count + next[q]], left = kept[q] - next[q];
     int64_t count = 0;
@@ -85,7 +89,8 @@ class ScanAttention {
     if ((int64_t)logit.size() < whole + LANES) logit.resize(whole + LANES), row.resize(whole + LANES);
     for (int64_t c = 0; c < count; c++) row[c] = of.key + at[c] * p.key.row;
     for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
-    // Rows for few queries come from far memory, as many at once as a core can wait for: keys, and then their values.
+    // The rows of a few queries come from main memory. They are prefetched, as many as a core can have under way: first
+    // keys, then their values.
     const auto fetch = [&](int64_t first, int64_t last) {
       for (int64_t c = first; alone && c < std::min(last, count); c++) {
         prefetch(row[c], dim * sizeof(R));
@@ -119,7 +124,7 @@ class ScanAttention {
       mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[q * wide]);
   }
 
-  // A larger score has the weight one from now on.
+  // Makes `score` the one whose weight is 1, if it is larger.
   void raise(int64_t q, float score) {
     if (!(score > top[q])) return;
     const float share = exponential(broadcast(top[q] - score))[0];
@@ -127,7 +132,7 @@ class ScanAttention {
     scale(&mixed[q * wide], share, wide);
   }
 
-  // The output of a tile, from what its queries have chosen, their own block and means.
+  // Adds the unfinished block and the means to what was attended to, and writes the outputs of a tile.
   void finish(int64_t batch, int64_t head, const Asking &one, int64_t q) {
     const Scan &scan = p.of;
     const int rows = one.rows;
@@ -162,7 +167,7 @@ class ScanAttention {
     }
   }
 
-  // Copies the keys first .. stop - 1 and their values.
+  // Copies the keys first .. stop - 1 and their values, as float.
   void collect(int64_t batch, int64_t head, int64_t first, int64_t stop) {
     near = std::max<int64_t>(0, stop - first);
     key.resize((near + p.means) * dim), value.resize((near + p.means) * wide);
@@ -176,7 +181,7 @@ class ScanAttention {
     }
   }
 
-  // Appends the means of ranges, and notes how many keys each is of.
+  // Appends the mean key and value of every range, and stores the number of its keys.
   void collect_means(int64_t batch, int64_t head, const int64_t *edges) {
     size.resize(p.means);
     std::fill(value.begin() + near * wide, value.end(), 0.0f);
@@ -184,7 +189,8 @@ class ScanAttention {
       const int64_t start = (edges[c] + CODED - 1) / CODED, stop = (edges[c + 1] + CODED - 1) / CODED;
       const double *before = p.total.at<double>(batch, head, start), *after = p.total.at<double>(batch, head, stop);
       const double *real = p.size + batch * (p.blocks + 1);
-      const double count = p.size ? real[stop] - real[start] : edges[c + 1] - edges[c], share = 1 / std::max(count, 1.0);
+      const double count = p.size ? real[stop] - real[start] : edges[c + 1] - edges[c];
+      const double share = 1 / std::max(count, 1.0);
       for (int64_t d = 0; d < dim; d++) key[(near + c) * dim + d] = (after[d] - before[d]) * share;
       for (int64_t d = 0; d < p.value_dim; d++)
         value[(near + c) * wide + d] = (after[dim + d] - before[dim + d]) * share;
@@ -192,7 +198,8 @@ class ScanAttention {
     }
   }
 
-  // Hides the near keys from `first` on that are padding, or later than a query.
+  // Sets the scores of near keys that are padding, or later than the query, to minus infinity. `first`: the first near
+  // key.
   void hide(Tile &tile, int64_t batch, const int64_t *last, int64_t first) {
     count_multiply_adds(near * TILE);
     for (int j = 0; j < near; j++) {
@@ -203,7 +210,8 @@ class ScanAttention {
     }
   }
 
-  // Scores of means become those of all keys that query i does not keep of them; `highest` is at least the largest.
+  // Adds to the score of each mean the logarithm of the number of its keys that query i did not choose. `highest`
+  // becomes at least the largest of these scores.
   void weigh_means(int i, const int32_t *chosen, int64_t count, const int64_t *edges, float &highest) {
     int64_t at = 0;
     for (int64_t c = 0; c < p.means; c++) {
@@ -217,8 +225,8 @@ class ScanAttention {
   }
 };
 
-// Fewer tiles than threads could share, of long pasts: all threads scan parts of the past for every tile, then answer
-// query by query.
+// For fewer tiles than would keep all threads busy, and many keys: threads scan parts of the keys for every tile, then
+// each computes the outputs of single queries.
 template <class T, class R>
 static void scan_attend_parts(const ScanAttend &p, int threads, const std::vector<Asking> &tiles, int64_t parts) {
   const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, count = tiles.size();
@@ -244,13 +252,14 @@ static void scan_attend_parts(const ScanAttend &p, int threads, const std::vecto
 
 template <class T, class R>
 static void scan_attend_rows(const ScanAttend &p, int threads) {
-  constexpr int PORTIONS = 4, LEAST = 64;  // for every thread, of blocks
+  constexpr int PORTIONS = 4, LEAST = 64;  // parts for each thread, and the least number of blocks of a part
   const std::vector<Asking> tiles = asking(p.of);
   const int64_t together = p.of.batch * (p.of.heads / p.of.gqa_ratio) * tiles.size();
   const int64_t wanted = threads > 1 ? PORTIONS * team_size(threads) / std::max<int64_t>(1, together) : 1;
   const int64_t parts = std::min(wanted, tiles.empty() ? 0 : tiles.back().seen / CODED / LEAST);
   if (parts > 1) return scan_attend_parts<T, R>(p, threads, tiles, parts);
-  // So many tiles go together that every key passes for a few queries, where a cache near a core does not hold them all.
+  // Where a cache near the core does not hold all keys, so many tiles are processed together that every key of a chunk
+  // is read by a few queries.
   constexpr int MANY_BYTES = 1 << 20, OFTEN = 4, MOST = 64;
   const int64_t bytes = p.of.keys * (p.of.dim + p.value_dim) * sizeof(R);
   const int64_t often = OFTEN * p.of.keys / (TILE * std::max<int64_t>(1, p.of.count));

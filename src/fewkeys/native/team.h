@@ -20,13 +20,13 @@ struct Stopped {};
 
 constexpr int MOST_THREADS = 256;
 
-// Torch's threads, by the entry point of OpenMP: other threads beside them would compete for the cores. `build.py`
-// finds the entry in the library that torch has loaded; none is linked here.
+// The entry point of the OpenMP library that torch has loaded, which `build.py` looks up; no OpenMP is linked here.
+// With torch's threads no second set of threads competes for the cores.
 typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
 inline OpenMp open_mp = nullptr;
 
-// A function that has one copy: compilers that make one for each caller may round differently in each, and the number
-// of threads would change bits.
+// Marks a function that must not be cloned or inlined: each clone could round differently, and results would depend on
+// the number of threads.
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
 #else
@@ -51,8 +51,8 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
-// Catches an interrupt during one call, if its caller requests it: our handler runs before the previous one, which it
-// calls, for as long as the call lasts. Only the main thread requests it, so there is one at a time.
+// Notices an interrupt (SIGINT) during one call, if the caller requests it. Its handler is installed for the time of
+// the call and calls the previous handler. Only the main thread requests it, so there is one at a time.
 class Watch {
  public:
   static void next_call() { wanted() = true; }
@@ -99,7 +99,7 @@ class Team {
     if (current() && current()->over()) throw Stopped();
   }
 
-  // On every thread of the team.
+  // Runs `work`; called on every thread of the team.
   template <class Run>
   void run(Run work) noexcept {
     Team *outer = std::exchange(current(), this);
@@ -114,7 +114,7 @@ class Team {
     current() = outer;
   }
 
-  // On the caller's thread, once they are done.
+  // Throws what stopped the team; called on the caller's thread after all threads have ended.
   void settle() const {
     if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
     if (over()) throw Stopped();
@@ -132,16 +132,18 @@ class Team {
 
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
-// How late the other threads came to recent calls, in nanoseconds. If another process has taken a core, a thread may
-// wait for milliseconds until it runs, and every call waits for all threads. So the caller works alone for as long as
-// they would be late, and calls them for the rest: at most twice the time of the better of the two. Beside a load of
-// ten processes a core, calls without it took 1.2 (2,048 tokens) to 2 times as long (512).
+// How late the other threads started in recent calls, in nanoseconds. If another process uses a core, a thread may wait
+// for milliseconds before it runs, and every call waits for all threads. So the caller first works alone for as long as
+// the threads are expected to be late, and then calls them for the rest. This takes at most twice the time of the
+// better choice. Beside a load of ten processes on each core, calls without it took 1.2 (2,048 tokens) to 2 times as
+// long (512).
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
-  // The processor time of this thread, without waiting.
+  // The processor time of this thread.
   static int64_t worked() { return read(CLOCK_THREAD_CPUTIME_ID); }
-  // Halves every HALF_LIFE, so that threads are tried again. The time to wake a sleeping thread is below LEAST.
+  // The expected delay. It halves every HALF_LIFE, so that threads are tried again. Waking a sleeping thread takes less
+  // than LEAST, which counts as no delay.
   static int64_t expected(int64_t now) {
     const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
     const int64_t left = halvings < 62 ? worst.load(std::memory_order_relaxed) >> halvings : 0;
@@ -162,7 +164,7 @@ class Lateness {
   }
 };
 
-// The pieces of one thread, `batch` at once, until its processor time is `until`; 0: no limit.
+// Takes pieces on one thread, `batch` at once, until the thread's processor time is `until`; 0: no limit.
 template <class NewWorker, class Run>
 ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int64_t batch, int64_t until,
                                  NewWorker &new_worker, Run &run) {
@@ -174,7 +176,8 @@ ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int
     }
 }
 
-// All pieces, in ascending order, `batch` at once; every thread makes one worker.
+// Calls `run(worker, piece)` for all pieces. Threads take them in ascending order, `batch` at once; each has one
+// worker.
 template <class NewWorker, class Run>
 static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t batch = 1) {
   Team team;
@@ -182,7 +185,7 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
   const auto take = [&](int64_t until) {
     team.run([&] { take_pieces(next, pieces, batch, until, new_worker, run); });
   };
-  // No more threads than portions: waking a thread without work costs more than a small call.
+  // Not more threads than batches: waking a thread for nothing costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, (pieces + batch - 1) / batch));
   int64_t called = size > 1 ? Lateness::now() : 0;
   if (const int64_t late = size > 1 ? Lateness::expected(called) : 0) {
@@ -208,7 +211,7 @@ static void in_parallel(int threads, int64_t pieces, Run run, int64_t batch = 1)
   in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, batch);
 }
 
-// A part of the work on every head: `run(worker, head, piece)`, pieces in any order.
+// A step of the work on every head: `run(worker, head, piece)` for its pieces, in any order.
 template <class Run>
 struct Phase {
   int64_t pieces;
@@ -216,8 +219,9 @@ struct Phase {
   Phase(int64_t pieces, Run run) : pieces(pieces), run(run) {}
 };
 
-// Phases one after the other. If heads are `small` and enough for all threads, one thread takes all phases of a head: a
-// call of all threads costs as much as several such heads. Else all threads share every phase.
+// Runs phases one after the other. If heads are `small` and there are enough for all threads, each thread takes all
+// phases of a head, because starting all threads costs as much as several such heads. Otherwise all threads share every
+// phase.
 template <class NewWorker, class... Phases>
 static void in_phases(int threads, int64_t heads, bool small, NewWorker new_worker, Phases... phases) {
   if (small && heads >= threads)

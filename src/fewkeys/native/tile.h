@@ -1,4 +1,4 @@
-// Softmax over a tile of queries, each in its lane, for all attention kernels.
+// Softmax for a tile of queries, one in each lane. All attention kernels use it.
 #pragma once
 #include "products.h"
 
@@ -15,7 +15,7 @@ static void copy_rows(const T *rows, int64_t stride, int count, int dim, int wid
   }
 }
 
-// The rows as padded floats: in place if they are such, else copied to `into`.
+// Rows as padded floats: in place if they already are, otherwise copied to `into`.
 template <class T>
 static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
   if constexpr (sizeof(T) == sizeof(float))
@@ -25,7 +25,7 @@ static const float *floats(const T *rows, int64_t &stride, int count, int dim, i
   return into;
 }
 
-// A tile's running figures: the largest score and the sum of the weights of every query. Scores are `scale` q . k.
+// The state of a tile's softmax: the largest score and the sum of weights of every query. Scores are `scale` q . k.
 struct Tile {
   const float scale;
   vec top[WIDE], sum[WIDE] = {};
@@ -34,7 +34,7 @@ struct Tile {
     for (int w = 0; w < WIDE; w++) top[w] = broadcast(-INFINITY);
   }
 
-  // Turns products with one key into scores, hidden from the queries before `low` and after `high`.
+  // Turns products with one key into scores. Only the queries low .. high see the key.
   void show(float *score, ivec lane, int low, int high) {
     count_multiply_adds(TILE);
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
@@ -44,7 +44,7 @@ struct Tile {
     }
   }
 
-  // Queries that see no key subtract zero: their weights are e^-inf.
+  // For queries that see no key: subtracting 0 instead of -inf makes their weights e^-inf = 0 instead of NaN.
   void settle() {
     for (int w = 0; w < WIDE; w++) top[w] = top[w] == broadcast(-INFINITY) ? broadcast(0.0f) : top[w];
   }

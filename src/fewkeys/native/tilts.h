@@ -1,16 +1,16 @@
-// Sums over clusters as every cohort sees them, and their gradients: `fewkeys.sketch.tilted`. Cohorts stand in the
-// lanes, keys are rows.
+// Sums over clusters of keys, weighted for each cohort, and their gradients (`fewkeys.sketch.tilted`). Cohorts are in
+// the lanes, keys in the rows.
 #pragma once
 #include "cohorts.h"
 #include "rows.h"
 
 namespace fewkeys {
 
-// The real keys of one head, cluster by cluster.
+// The keys of one head without padding, sorted by cluster.
 struct ByCluster {
   aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // pairs: the rank of a key, and a cohort that keeps it, by chunk
-  aligned_vector<int32_t> chunk, kept_begin;      // the first chunk of every cluster; where the pairs of a chunk begin
+  std::vector<std::pair<int32_t, int32_t>> kept;  // by chunk: the rank of a key and a cohort whose list has it
+  aligned_vector<int32_t> chunk, kept_begin;      // the first chunk of every cluster; the first pair of every chunk
 
   void sort(const Tilts &p, int64_t head) {
     const int64_t *label = p.label + head * p.keys;
@@ -38,7 +38,7 @@ struct ByCluster {
       if (used[i]) kept[next[chunk_of(index[i])]++] = {rank[index[i]], int32_t(i / p.kept)};
   }
 
-  // How many keys of a cluster each cohort does not keep.
+  // The number of keys of a cluster that are not in the list of each cohort.
   void count_left(int64_t cluster, int64_t cohorts, std::vector<int32_t> &left) const {
     left.assign(cohorts, begin[cluster + 1] - begin[cluster]);
     for (int32_t i = kept_begin[chunk[cluster]]; i < kept_begin[chunk[cluster + 1]]; i++) left[kept[i].second]--;
@@ -48,17 +48,17 @@ struct ByCluster {
   aligned_vector<int32_t> rank, next;
 };
 
-// The keys of a cluster, CHUNK at a time, and their weights.
+// Reads the keys of a cluster, CHUNK at a time, and computes their weights e for every cohort.
 template <class T>
 class Cluster {
  public:
   const int64_t dim, value_dim, deep, both;  // deep: a padded key; both: a padded key and a padded value
   std::vector<CohortLanes> cohorts;          // tile by tile
-  aligned_vector<float> level;               // g_hc of every lane
+  aligned_vector<float> level;               // g_hc of every cohort
   aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
-  aligned_vector<float> score;               // (tiles, CHUNK, TILE): e
-  float half_variance[CHUNK], weight[CHUNK];           // k^T W k / 2, and the weight of a key over all cohorts
-  const int32_t *place = nullptr;            // of the current keys
+  aligned_vector<float> score;               // e (tiles, CHUNK, TILE)
+  float half_variance[CHUNK], weight[CHUNK];  // k^T W k / 2, and the sum of e over all cohorts
+  const int32_t *place = nullptr;            // positions of the current keys
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
@@ -73,7 +73,7 @@ class Cluster {
     kept = keys.kept.data(), kept_begin = &keys.kept_begin[keys.chunk[cluster]];
   }
 
-  // g_hc: that of the mean key and the mean k^T W k / 2.
+  // level <- g_hc, from the mean key and the mean of k^T W k / 2.
   void find_level() {
     std::fill_n(row.begin(), deep, 0.0f);
     float quad = 0.0f;
@@ -89,7 +89,7 @@ class Cluster {
     for (float &one : level) one += quad / size;
   }
 
-  // Reads the next keys; returns how many.
+  // Reads the next keys and computes their weights; returns their number.
   int look() {
     const int count = std::min<int64_t>(CHUNK, end - at);
     place = order + at;
@@ -124,12 +124,12 @@ class Cluster {
   int64_t head = -1, at = 0, end = 0;
   const int32_t *order = nullptr;
   const std::pair<int32_t, int32_t> *kept = nullptr;
-  const int32_t *kept_begin = nullptr;  // of the next chunk
+  const int32_t *kept_begin = nullptr;  // the entry of the next chunk
 
   const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
   const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
 
-  // Scores of a tile of cohorts become e; lanes of no cohort, or of an empty one, weigh nothing.
+  // Turns the scores of a tile of cohorts into e. It is 0 in lanes without a cohort and for empty cohorts.
   void weigh(int64_t tile, int count) {
     const ivec lane = count_up();
     const float most = std::exp(p.largest);
@@ -162,7 +162,7 @@ class Tilting {
       : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, LANES)), mass(lanes), energy(lanes),
         sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
 
-  // The sums of one cluster; `products` (D, Dv) padded on both sides.
+  // Computes the sums of one cluster. `products` (D, Dv) is padded in both dimensions.
   void add_up(const ByCluster &order, int64_t head, int64_t cluster, float *products) {
     const int64_t both = keys.both, deep = keys.deep;
     keys.take(order, head, cluster);
@@ -208,8 +208,9 @@ class Tilting {
   }
 };
 
-// Key and value j of cluster c have the gradient sum_h e_hj G_hc, G that of the sums. With the gradient P of the
-// products and the key's weight w_j over all cohorts, the key has w_j P v_j besides, the value w_j P^T (k_j - middle).
+// Gradients of keys and values. Key and value j of cluster c get sum_h e_hj G_hc, where G is the gradient of the sums.
+// If the products have the gradient P, the key also gets w_j P v_j and the value w_j P^T (k_j - middle), where w_j is
+// the sum of e_hj over all cohorts.
 template <class T>
 class TiltingBack {
  public:
@@ -258,8 +259,8 @@ class TiltingBack {
   const int64_t wide;
   aligned_vector<float> grad, turned;  // G (H, both), padded; e (tiles x TILE, CHUNK)
   aligned_vector<float> lanes, both_gradients;
-  aligned_vector<float> products, across;  // P (D, Dv) and P^T, padded on both sides
-  int64_t held = -1;                       // whose these are
+  aligned_vector<float> products, across;  // P (D, Dv) and P^T, padded in both dimensions
+  int64_t held = -1;                       // the head of P
 
   void read_products(int64_t head) {
     if (held == head) return;
@@ -270,12 +271,12 @@ class TiltingBack {
   }
 };
 
-// The sums of a head, in a number of portions that does not depend on the number of threads.
+// The sums of a head, in portions of its clusters. Their number does not depend on the number of threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size, count;
   ByCluster order;
-  aligned_vector<float> products;  // (PORTIONS, D, Dv), padded on both sides; empty if not needed
+  aligned_vector<float> products;  // (PORTIONS, D, Dv), padded in both dimensions; empty if not needed
 
   explicit HeadSums(const Tilts &p)
       : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),
@@ -285,8 +286,8 @@ struct HeadSums {
   int64_t first(int64_t portion) const { return portion * count / PORTIONS; }
 };
 
-// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads, one
-// thread takes each: a call of all threads costs as much as several clusters.
+// Calls `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads,
+// each thread takes whole heads, because starting all threads costs as much as several clusters.
 template <class Worker, class Args, class Run, class... Finish>
 static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
   const int64_t heads = p.batch * p.heads;
