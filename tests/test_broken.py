@@ -43,9 +43,9 @@ def test_every_law_chooses_tests(request):
         names[item.path].append(item.nodeid.lower())
     empty = []
     for law in {law for breakage in BREAKAGES for law in breakage.laws}:
-        words = re.sub(r"[\w.]+", lambda word: _meaning(word[0]), law.chosen.lower())
+        words = re.sub(r"[^\s()]+", lambda word: _meaning(word[0]), law.chosen.lower())
         collected = names.get(HERE / law.path)
-        if collected and not any(eval(words, {"name": name}) for name in collected):
+        if collected and words and not any(eval(words, {"name": name}) for name in collected):
             empty.append(law)
     assert empty == []
 
