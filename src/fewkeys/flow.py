@@ -1,11 +1,11 @@
-"""The whole flow on one screen: who answers a call, the call in safe units and places, keys chosen, others summarised.
+"""From the arguments of a call to its output, in four steps.
 
-    choose        exact attention or the plan, and why; reads no data
-    canonicalise  the problem as plans are written for it: parts that need neither other units nor other places
-    prepare       the keys that are kept, and what stands in for the others
-    run           the output of a choice
+    choose        exact attention or the plan, and the reason; reads no data
+    canonicalise  rescales entries that are too large, and moves padding behind the real keys
+    prepare       chooses the keys to keep, and makes the stand-ins for all others
+    run           computes the output of a choice, by the two steps above
 
-`attention`, `explain`, checks of a plan's error and comparisons go this way, each as far as it needs.
+`attention`, `explain`, spot checks and comparisons all use these steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fewkeys.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Who answers `inputs`: exact attention, or `plan`; and the reason."""
+    """Whether exact attention or `plan` answers `inputs`, and the reason."""
 
     inputs: Inputs
     plan: Plan
@@ -45,7 +45,7 @@ class Choice:
 
 
 FASTER = "by what is expected to be faster"
-"""The reason of a choice by cost, of which `fewkeys.cost.crossover` knows the numbers."""
+"""The reason of a choice by expected times, which `fewkeys.cost.crossover` computes."""
 
 
 def attention(
@@ -68,10 +68,10 @@ def attention(
 def checked(
     query: Tensor, key: Tensor, value: Tensor, plan: Plan | Sequence[Plan] = (), **options: Unpack[Options]
 ) -> Inputs:
-    """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came.
+    """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    A plan of cohorts reads rows here and there: those of a head are put side by side if it will answer. Models have
-    those of all heads of a token side by side.
+    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order,
+    so the rows of each head are copied side by side if the plan will answer.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -99,13 +99,13 @@ def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = No
 
 
 def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
-    """Who answers, whatever the data. Raises `ValueError` where the plan has no meaning for such inputs."""
+    """Exact attention or the plan, from the shapes alone. Raises `ValueError` if the plan cannot run on such inputs."""
     plan.check(inputs)
     if plan.keep is None:
         return Choice(inputs, plan, True, "the plan keeps every key")
     if guard is not None and inputs.queries <= guard.queries:
         return Choice(inputs, plan, True, "the check of so few queries is their answer")
-    # `"reference"` runs every plan as it is defined, and only `"auto"` may prefer what is faster.
+    # `"reference"` always runs the plan, and only `"auto"` may use exact attention because it is faster.
     if inputs.impl == "reference":
         return Choice(inputs, plan, False, "the reference runs every plan as it is defined")
     if plan.keep.covers(inputs):
@@ -120,7 +120,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
 def gives_way(
     plan: Plan | Sequence[Plan], rows: tuple[Tensor, Tensor, Tensor], is_causal: bool, offset: int, impl: Impl
 ) -> bool:
-    """Whether `choose` lets exact attention answer all heads of a call with such queries, keys and values.
+    """Whether `choose` uses exact attention for all heads of a call with such queries, keys and values.
 
     It reads no data and decides once for each shape, so that a short input costs little more than without a plan.
     """
@@ -168,10 +168,10 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
 
 
 def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:
-    """The problem as the plan is written for it, in parts, and what makes the output of theirs.
+    """The parts of the problem in canonical form, and a function that joins the outputs of the parts.
 
-    Padding is zero, squares of all entries have a float, and, where a causal plan looks at positions, no real key
-    stands after padding: sequences that are padded alike are then a part.
+    In canonical form padding is zero and squares of all entries are finite. For causal plans that use positions, all
+    padding is behind the real keys; sequences with the same padding are then one part.
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
     parts: Sequence[Inputs] = (x,)
@@ -184,7 +184,7 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
 
 
 def prepare(inputs: Inputs, plan: Plan) -> Problem:
-    """What is left to the executor once the plan has chosen the keys and summarised the others."""
+    """The problem of the executor: the kept keys and the stand-ins."""
     graph = select(inputs, plan)
     x = graph.inputs
     problem = Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
@@ -197,8 +197,8 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
 def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
-    Where its stand-ins begin with the first token, block by block, the inputs of the graph do so, too: their first
-    `placeholders` queries belong to earlier tokens.
+    If the stand-ins are built block by block from the first token on, the inputs of the graph also begin there: their
+    first `placeholders` queries stand for earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
@@ -225,12 +225,12 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 
 def never_exact(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
-    """The plan, or the plans, without leave to give way to exact attention where that is faster."""
+    """The plan, or the plans, without `exact_if_faster`: they run although exact attention may be faster."""
     return plan.never_exact() if isinstance(plan, Plan) else tuple(one.never_exact() for one in plan)
 
 
 def check_plan(plan: object) -> None:
-    """Raise `TypeError` for what is neither a plan nor a sequence of plans."""
+    """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
     for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
         if not isinstance(one, Plan):
             raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")

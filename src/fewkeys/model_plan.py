@@ -26,9 +26,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
-        record: what is known of it, as JSON values: `fewkeys.tune` notes what it was asked, on which model, and the
-            errors and slots it found. "weights", the norm of every attention layer's weights, tells the model again:
-            `fewkeys.apply` warns where they are others.
+        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, and the resulting
+            errors and slots. "weights", the norm of the weights of every attention layer, identifies the model:
+            `fewkeys.apply` warns if the norms differ.
     """
 
     layers: tuple[tuple[Plan, ...], ...]
@@ -71,7 +71,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
 
     def never_exact(self) -> ModelPlan:
-        """The same plans without leave to give way to exact attention where that is faster."""
+        """The same plans without `exact_if_faster`: they run although exact attention may be faster."""
         return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,19 +21,19 @@ from fewkeys.sketch.codes import BLOCK
 FORMAT = 1
 FILE = "plan.json"
 MODEL_FILE = "model_plan.json"
-"""What a `ModelPlan` writes."""
+"""The file of a `ModelPlan`."""
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""A budget has as many cohorts as have so many slots together, at most so many: more take longer to prepare than they
-are worth.
+"""A budget has `COHORT_SLOTS / slots` cohorts, at most `MOST_COHORTS`. More reduce the error by less than the time to
+prepare them is worth.
 """
 MOST_RANK = 8
-"""Of the first-order term beside cohorts: more directions are worth less than means."""
+"""The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
 OWN_BLOCK = BLOCK // 2 + 1
-"""Keys of its own block that a query of a scan keeps, on average over the block, rounded up."""
+"""Keys of the unfinished block that a query of a scan keeps, on average over the block, rounded up."""
 LEAST_SCANNED = OWN_BLOCK + 2
-"""The fewest slots of a scan: its own block, a key and a mean."""
+"""The fewest slots of a scan: the unfinished block, one chosen key and one mean."""
 MEANS_OF_SCAN = 32
-"""A budget has one mean for this many slots."""
+"""Slots of a budget for each mean of a scan."""
 
 
 @dataclass(frozen=True)
@@ -195,22 +195,21 @@ def budget(
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
-    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow.
-    Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
+    `memory` applies to causal plans. "all" keeps every key in memory, and each query chooses keys by the codes of all
+    keys (docs/codes.md). "constant" deletes keys after it has summarised them, for streams and caches that must not
+    grow. Below 19 slots there is little room beside the unfinished block of keys, and both give the same plan.
 
-    Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
-    each query. The window has at most 1.5 times the root of the slots, the first-order term an eighth of the slots (one
-    a rank), at most 8; five eighths of the slots beside the window are outliers kept exactly, and the others are
-    cluster means. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
-    slots, 16 for 192. More have less error and take longer to prepare. With `cohorts=1` all queries of a head share a
-    list, three sixteenths of the slots, and means, and a quarter of the slots is a window. The shares were chosen on
-    encoders of text, speech, images and molecules, each left out once (experiments/encoders).
+    Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
+    cluster means; each query also has a window. The window has at most 1.5 times the root of the slots, and the rank of
+    the first-order term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
+    slots, 16 for 192. More cohorts have a smaller error and take longer to prepare. With `cohorts=1` all queries of a
+    head share a list (three sixteenths of the slots) and means, and a quarter of the slots is a window. The shares were
+    chosen on encoders of text, speech, images and molecules, each left out once (experiments/encoders).
 
-    With all keys in memory, 17 slots are the query's own block, on average over the block, a 32nd of the slots are
-    means of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about
-    half of the slots are recent blocks of keys, on average over a block, and the others means of everything before
-    them.
+    For a causal plan with all keys in memory, 17 slots are the unfinished block, on average over the block. A 32nd of
+    the slots, at least one, are means of the keys that are not kept. All other slots are keys that the query chooses.
+    In constant memory, about half of the slots are recent blocks of keys, on average over a block, and all others are
+    means of the keys before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.
@@ -232,7 +231,7 @@ def budget(
         if slots < 8:
             return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True, is_causal=True)
         size = 1 << ((slots // 3).bit_length() - 1)
-        recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
+        recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 keys of the unfinished block
         return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True, is_causal=True)
     if slots == 1:
         return Plan(Window(1), Drop(), Softmax())
@@ -244,17 +243,17 @@ def budget(
 
 
 def _cohort_split(slots: int) -> tuple[int, int, int]:
-    """Outliers, window and rank of a budget whose queries are in cohorts."""
+    """Outliers, window and rank of a budget with cohorts."""
     window = (int(1.5 * slots**0.5) - 1) | 1 if slots >= 8 else 0
     rank = min(slots // 8, MOST_RANK)
     return max(1, (slots - window) * 5 // 8), window, rank if rank > 1 else 0
 
 
 def _shared_split(slots: int) -> tuple[int, int, int]:
-    """The same where all queries of a head share a list. Below 12 slots a mean more is worth more than a window."""
+    """The same without cohorts. Below 12 slots one more mean reduces the error further than a window."""
     return (slots * 3 // 16, slots // 4 | 1, slots // 8) if slots >= 12 else (max(1, slots // 4), 0, slots // 8)
 
 
 def _factors(slots: int) -> int:
-    """What the factors of the first-order term cost at most, means / (D + Dv) slots, for D + Dv >= 64."""
+    """An upper bound of the slots of the first-order factors, means / (D + Dv), for D + Dv >= 64."""
     return 1 + slots // 128

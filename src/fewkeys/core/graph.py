@@ -28,7 +28,7 @@ class Columns:
     """Key lists shared by blocks of queries.
 
     `index` (B, Hkv, blocks, S) has key positions, and `used` (same shape, bool) marks the entries that are not padding;
-    no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
+    no used entry appears twice in a list. A single block serves all queries. Several blocks are ranges of positions:
     block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
     `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
     place_b, counted through all query heads that read the key head, -1 for none. Queries of no block see no key, also

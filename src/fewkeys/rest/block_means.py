@@ -1,4 +1,4 @@
-"""Means of the keys that a query scanned and did not keep."""
+"""Means of the keys that a query scanned but did not keep."""
 
 from __future__ import annotations
 

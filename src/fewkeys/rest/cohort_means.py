@@ -1,4 +1,4 @@
-"""Stand-ins of every cohort of queries: clusters are common, what speaks for them is each cohort's own."""
+"""Stand-ins of cohorts of queries: all cohorts share the clusters of keys, and each has its own means of them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fewkeys.core.work import Work
 
 
 class Recent(NamedTuple):
-    """The query's own block of `size` positions, and the `blocks - 1` before it."""
+    """The block of `size` positions that contains the query, and the `blocks - 1` blocks before it."""
 
     size: int
     blocks: int
@@ -72,7 +72,7 @@ class Selector(Listed, ABC):
         """The edges kept on a validated problem. No gradient flows through the choice."""
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        """`kept`, and the edges that the rule keeps. A rule may choose others where these are there."""
+        """`kept` united with the edges of the rule. A rule may choose other keys because `kept` already has some."""
         return kept | self.select(inputs)
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Selector(Listed, ABC):
 
     @property
     def beside_cohorts(self) -> bool:
-        """Whether the rule may stand beside lists of cohorts: it chooses keys by their places alone."""
+        """Whether the rule may be combined with lists of cohorts: it chooses keys by position alone."""
         return False
 
     @property

@@ -50,7 +50,7 @@ class OnlineScore(ABC):
 
 @dataclass(frozen=True, eq=False)
 class HeldKeys:
-    """The best keys so far: `index` (B, Hkv, K) positions, `used` (same shape), `number` what the score remembers."""
+    """The best keys so far: `index` (B, Hkv, K) has positions; `used` and `number` (same shape) belong to them."""
 
     index: Tensor
     used: Tensor

@@ -1,4 +1,4 @@
-"""The query's own block of positions and the blocks beside it."""
+"""The block of positions that contains the query, and the blocks beside it."""
 
 from __future__ import annotations
 

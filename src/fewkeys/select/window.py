@@ -15,7 +15,7 @@ from fewkeys.select.base import Counted, Remembered, Selector
 
 @dataclass(frozen=True)
 class Window(Selector):
-    """The `size` keys around the query's own position.
+    """The `size` keys around the position of the query.
 
     Query i keeps keys i - size // 2 .. i + (size - 1) // 2; under causality the `size` latest, i - size + 1 .. i.
     Fewer at the ends of the sequence. Cost O(n size).

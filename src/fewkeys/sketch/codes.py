@@ -1,4 +1,4 @@
-"""Keys in two bits a number: enough to tell which of them a query looks at.
+"""Keys in two bits a dimension, enough to choose the keys with the largest scores for a query.
 
 With m the mean of a head's first block of keys, rho the root mean square of |k - m| over that block, D rounded up to a
 power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diagonal of signs,
@@ -33,11 +33,11 @@ from torch.nn.functional import pad
 from fewkeys.core.precision import working
 
 BLOCK = 32
-"""Keys that are coded, and forgotten by the window of a query, together."""
+"""Keys of a block: they are coded together, and leave the unfinished block of a query together."""
 LEVELS = 10
 """Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
 LEAST_WIDE = 16
-"""Numbers are filled up to at least this: two of the widest registers look up as many pairs."""
+"""The least W. With it, a block of codes fills the widest registers."""
 UNIT = 4096
 """`sigma_int` of a key as far from the middle as the first block's are."""
 LARGEST_SIGMA = 2**15 - 1
