@@ -201,10 +201,11 @@ def budget(
 
     Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
     cluster means; each query also has a window. The window has at most 1.5 times the root of the slots, and the rank of
-    the first-order term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
-    slots, 16 for 192. More cohorts have a smaller error and take longer to prepare. With `cohorts=1` all queries of a
-    head share a list (three sixteenths of the slots) and means, and a quarter of the slots is a window. The shares were
-    chosen on encoders of text, speech, images and molecules, each left out once (experiments/encoders).
+    the first-order term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number
+    of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64 slots, 16 for 192. More cohorts
+    have a smaller error and take longer to prepare. With `cohorts=1` all queries of a head share a list (three
+    sixteenths of the slots) and means, and a quarter of the slots is a window. The shares were chosen on encoders of
+    text, speech, images and molecules, each left out once (experiments/encoders).
 
     For a causal plan with all keys in memory, 17 slots are the unfinished block, on average over the block. A 32nd of
     the slots, at least one, are means of the keys that are not kept. All other slots are keys that the query chooses.

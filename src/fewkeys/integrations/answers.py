@@ -1,4 +1,4 @@
-"""Who answers an attention call: the stream of a cache, the innermost plan in force, or else the model itself.
+"""Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
 A cache leaves new keys here, and the attention function finds their stream by the identity of the key tensor.
 
@@ -27,11 +27,11 @@ LOCK = threading.RLock()
 
 
 class Length(int):
-    """A number of keys that are all new: a stream holds the earlier ones."""
+    """The number of keys of a call that passes only new keys; a stream holds the earlier ones."""
 
 
 class Waiting(Protocol):
-    """Answers the attention calls of the keys that it left here."""
+    """A stream that answers the attention calls whose keys it has registered."""
 
     def attend(self, inputs: AttentionInputs) -> Tensor: ...
 
@@ -40,12 +40,12 @@ _waiting = WeakIdKeyDictionary()
 
 
 def wait(key: Tensor, stream: Waiting) -> None:
-    """Let `stream` answer the calls whose keys are `key`, as long as that tensor lives."""
+    """Register `stream` for calls whose keys are the tensor `key`, for as long as the tensor lives."""
     _waiting[key] = stream
 
 
 def waiting(key: Tensor) -> Waiting | None:
-    """Who answers the call whose keys are `key`."""
+    """The stream that answers the call whose keys are `key`."""
     stream: Waiting | None = _waiting.get(key) if _waiting.data else None
     return stream
 
@@ -68,12 +68,12 @@ class Scope:
         self._warned = False
 
     def enter(self) -> None:
-        """From now on, only in the current context, and in those that begin in it."""
+        """Limit the scope to the current context and to contexts that begin in it."""
         _entered.set((*_entered.get(), self))
         self.is_entered = True
 
     def leave(self) -> None:
-        """No longer in the current context."""
+        """Leave the current context."""
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     def warn_once(self) -> None:
@@ -89,7 +89,7 @@ class Scope:
 
     @property
     def is_current(self) -> bool:
-        """Whether it was entered in this context, or never entered and made by this thread."""
+        """Whether the scope was entered in this context, or was never entered and was made by this thread."""
         return self in _entered.get() if self.is_entered else self._thread == threading.get_ident()
 
 
@@ -146,13 +146,13 @@ def plan_stack(module: nn.Module) -> PlanStack:
 
 
 def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
-    """Let `answer` answer for `module` within `scope`."""
+    """Use `answer` for the calls of `module` within `scope`."""
     with LOCK:
         vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: (layer, answer)})
 
 
 def remove(module: nn.Module, scope: Scope) -> None:
-    """The end of `push`."""
+    """Undo `push`."""
     with LOCK:
         others = {other: answer for other, answer in plan_stack(module).answers.items() if other is not scope}
         if others:

@@ -1,4 +1,4 @@
-"""A cache for `model.generate` that keeps what a causal plan keeps: memory of a fixed size, or every key and its code.
+"""A cache for `model.generate` under a causal plan: memory of a fixed size, or every key and its code.
 
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 

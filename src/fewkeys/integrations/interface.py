@@ -48,9 +48,9 @@ OUTSIDE = {
     **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus", "informer"), _SPARSE),
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
-"""Why models of some types cannot ask the interface."""
+"""Model types that cannot use the interface, each with the reason."""
 PARTLY = ("informer",)
-"""Types of which some layers ask it, and others, which compute with the mask, do not."""
+"""Types with some layers that use the interface and others that compute with the mask."""
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -130,12 +130,12 @@ class Attachment:
                 answers.push(module, self._scope, layer, answer)
 
     def enter(self) -> None:
-        """From now on, answer only in the current context."""
+        """Limit the answers to the current context."""
         if self._scope is not None:
             self._scope.enter()
 
     def detach(self) -> None:
-        """Undo everything; a second time does nothing."""
+        """Undo `attach`. A second call does nothing."""
         if self._scope is not None:
             self._scope.leave()
         if self._release.alive:
@@ -213,7 +213,7 @@ def _sdpa() -> Callable[..., tuple[Tensor, None]]:
 
 
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    if kwargs is None:  # another thread's call, while torch registers the hook: not one of ours
+    if kwargs is None:  # a call of another thread, made while torch registers the hook
         return
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
@@ -224,7 +224,7 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
 
 
 _OWN = "_fewkeys_own"
-"""Marks the masks that the model's own mask function made for calls outside of every plan."""
+"""Attribute that marks masks made by the model's own mask function, for calls outside of every plan."""
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
@@ -256,7 +256,7 @@ def _attention_forward(
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function by which the model itself answers."""
+    """The attention function of the model itself."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own = switch.own_implementation(getattr(module, "config", None))

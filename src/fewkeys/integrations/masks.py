@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOWEST = -1e4
 """Numbers that models add to the scores of padding are at most this."""
 SLIDING = ("sliding_attention", "hybrid_sliding")
-"""What configurations call layers that see a window."""
+"""The names that configurations give to layers with a window."""
 
 
 class Keys(NamedTuple):
@@ -217,7 +217,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 
 def _decoded(mask: Tensor) -> Keys:
-    """What the head of this file lists, read."""
+    """Reads a mask in one of the forms that the module docstring lists."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
     if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token

@@ -62,6 +62,6 @@ def restate(modules: Iterable[nn.Module]) -> None:
 
 
 def give_back(module: nn.Module) -> None:
-    """The end of `restate`."""
+    """Undo `restate`."""
     if isinstance(vars(module).get("forward"), MPNetForward):
         del vars(module)["forward"]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MARK = "\N{NUL}"
-"""Where the question goes in a chat."""
+"""A placeholder for the question in a chat template."""
 
 
 class Pipeline:
-    """Made by `fewkeys.pipeline`."""
+    """Answers questions about contexts; made by `fewkeys.pipeline`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> None:
         if not unwrapped(model).can_generate():

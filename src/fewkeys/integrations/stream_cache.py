@@ -25,7 +25,7 @@ from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
 
 DRAFT = 24
-"""Tokens that a cache can always take back: what assisted and prompt-lookup decoding propose, and some more."""
+"""Tokens that `crop` can always remove: more than assisted and prompt-lookup decoding propose by default."""
 
 
 def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
@@ -83,7 +83,7 @@ class StreamLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Take in the expected tokens and answer their queries."""
+        """Append the waiting tokens to the stream and compute the outputs of their queries."""
         self.expected = None
         if not plain(inputs):
             raise ValueError(
@@ -113,7 +113,7 @@ class StreamLayer(CacheLayerMixin):
         return Length(query_length), self.get_seq_length()
 
     def get_seq_length(self) -> int:
-        """All tokens seen, whatever is left of them."""
+        """The number of all tokens so far, including tokens that were summarised."""
         return self.calls[0].length
 
     def get_max_length(self) -> int:
@@ -123,7 +123,7 @@ class StreamLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name in earlier versions
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.calls, self.expected = [stream_of(self.plans, self.leaves)], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -142,14 +142,14 @@ class StreamLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
+        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if some of them were already summarised."""
         self.check_crop(tokens_to_remove)
         length = self.get_seq_length() + tokens_to_remove
         for stream in self.calls:
             stream.crop(length)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise what `crop` would raise, and take nothing back."""
+        """Raise what `crop` would raise, without removing anything."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
         for stream in self.calls:
@@ -183,13 +183,13 @@ class StreamCache(Cache):
         self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
     def close(self) -> None:
-        """Give the model its own attention back; the cache is of no more use."""
+        """Restore the model's own attention; the cache cannot be used any more."""
         for layer in self._held:
             layer.closed = True
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest `-tokens_to_remove` tokens of all layers, or, with a `ValueError`, of none."""
+        """Remove the newest `-tokens_to_remove` tokens of all layers, or raise `ValueError` and remove nothing."""
         for layer in self._held:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
@@ -199,7 +199,7 @@ class StreamCache(Cache):
         return sum(layer.memory() for layer in self._held)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything held to one safetensors file, whole or not at all."""
+        """Write the cache to one safetensors file, complete or not at all."""
         files.write(path, self._kind, [stream.contents() for layer in self._held for stream in layer.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:

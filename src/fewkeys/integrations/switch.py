@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 NAME = "fewkeys"
-"""What the attention function is registered as."""
+"""The name under which the attention function is registered."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SwitchedConfig:
 
 
 held: dict[int, SwitchedConfig] = {}
-"""By id of a configuration."""
+"""Switched configurations by their `id`."""
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -69,7 +69,7 @@ def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
 
 
 def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
-    """The end of one `hold`."""
+    """Undo one `hold`."""
     with LOCK:
         for config in configs:
             entry = held[id(config)]
@@ -89,5 +89,5 @@ def own_implementation(config: Any) -> str | None:
 
 
 def _set(config: Any, implementation: str | None) -> None:
-    """Of this configuration alone, not of those inside it."""
+    """Set the implementation of this configuration only, not of nested ones."""
     config._attn_implementation = {"": implementation}

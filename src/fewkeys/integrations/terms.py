@@ -1,4 +1,4 @@
-"""What a call of a model asks beside softmax over its keys, in terms that every plan knows.
+"""Translates what models add to softmax attention (caps, sinks, biases, packed rows) into terms that plans support.
 
 A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps, or,
 under a scan, may choose like any other key: with one more dimension, in which query head h holds its sink s_h, the sink
@@ -48,7 +48,7 @@ _INERT = {
     "tokenizer",
     "use_cache",
 }
-"""Arguments that models hand down to their attention and that do not change its answer, or are read elsewhere."""
+"""Arguments of a model's attention calls that do not change the output, or are read elsewhere."""
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments of packed sequences; only the first is read."""
 
@@ -167,7 +167,7 @@ def check_sink(sink: Tensor, heads: int) -> Tensor:
 
 
 def real_tokens(inputs: AttentionInputs, starts: Tensor | None) -> Tensor | None:
-    """Where the tokens of one row go in rows of their own (B, longest); None: no call of several sequences.
+    """The positions of packed tokens in one padded row for each sequence (B, longest); None if there is one sequence.
 
     starts: `cu_seq_lens_q`.
     """
