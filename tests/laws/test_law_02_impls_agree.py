@@ -1,5 +1,7 @@
 """Law 2: every implementation equals the reference, forward and gradient, in every dtype that it takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -149,9 +151,11 @@ def assert_alike(outputs, dtype):
 
 
 PREPARING = ("means, softmax", "first-order means", "running means", "block means", "cohorts")
+# Its heads fill vectors of every instruction set.
+WIDE = {"wide": replace(SHAPES["grouped"], head_dim=40, value_dim=33)}
 PREPARED = [
     pytest.param(plan, form, id=f"{name}-{form}")
-    for form, plans in {"grouped": PLANS, "padded": PLANS, "causal grouped": CAUSAL_PLANS}.items()
+    for form, plans in {"grouped": PLANS, "padded": PLANS, "wide": PLANS, "causal grouped": CAUSAL_PLANS}.items()
     for name, plan in plans.items()
     if any(word in name for word in PREPARING) and isinstance(plan.weights, fk.Softmax)
 ]
@@ -161,7 +165,7 @@ PREPARED = [
 @pytest.mark.parametrize(("plan", "form"), PREPARED)
 def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
     """End to end: statistics, clusters, scans and the past. None of these inputs has keys that nearly tie."""
-    shape = (SHAPES | CAUSAL_SHAPES)[form]
+    shape = (SHAPES | CAUSAL_SHAPES | WIDE)[form]
     inputs = shape.draw(dtype=torch.float32)
     if EXECUTORS["native"].unsupported(prepare(check_inputs(*inputs, **shape.options), plan)) is not None:
         return
