@@ -85,8 +85,7 @@ class HeldRows(Fields):
         scale = tensors.get(f"{root}scale")
         forms = {root + name: Form(tuple(rows.shape), dtype) for name, rows in (("key", key), ("value", value))}
         if scale is not None:
-            whole = {"dtype": torch.int8, "least": -LARGEST, "most": LARGEST}
-            forms = {name: form._replace(**whole) for name, form in forms.items()}  # type: ignore[arg-type]
+            forms = {name: form._replace(dtype=torch.int8, least=-LARGEST) for name, form in forms.items()}
             forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
         check(tensors, forms)
         buffers = (None if rows is None else Buffer(rows, key.shape[2]) for rows in (key, value, scale))
