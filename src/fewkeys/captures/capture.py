@@ -79,7 +79,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Facts:
-    """What is known of a capture beside its tensors: the content of `capture.json`.
+    """The facts of a capture besides its tensors: the content of `capture.json`.
 
     Attributes:
         scales: one softmax scale for each layer.
@@ -225,7 +225,7 @@ def gradient_name(layer: int, batch: int) -> str:
 
 
 def what_is_in(folder: Path) -> str:
-    """Why `folder` is not as expected, and how to mend it: the end of an error message."""
+    """The end of an error message: what is wrong with `folder`, and the fix."""
     if not folder.is_dir():
         return f"{folder} is not a folder; make the capture first"
     if (folder / INDEX).exists():

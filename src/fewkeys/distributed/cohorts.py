@@ -1,11 +1,11 @@
 """Lists and stand-ins of cohorts of queries, beside a window, over token shards.
 
-    cohorts          of the queries of all ranks, which stay where they are (`fewkeys.sketch.halves_apart`)
-    kept keys        of every cohort, chosen in two rounds, gathered
+    cohorts          of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
+    kept keys        of each cohort, chosen in two rounds, then gathered
     stand-ins        sums over ranks (`fewkeys.core.totals`)
-    window           the last and first keys of the neighbouring shards, and their clusters, gathered
+    window           the nearest keys of the neighbouring shards, with their clusters, gathered
 
-Each rank then attends as one process does: to its own keys, the edges beside them and the kept keys of all.
+Each rank then attends as one process does: to its own keys, the neighbouring keys and the kept keys of all ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule of a plan whose lists are those of cohorts; None of others."""
+    """The rule that keeps a list for each cohort; None where the plan has no such rule."""
     outliers = [part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1]
     return outliers[0] if outliers else None
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs` knows of the whole sequence, `keep` is that of
-    `lists`, `tokens` are all ranks' numbers of keys.
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs` is the result of `whole`, `keep` that of
+    `lists`; `tokens` is the number of keys on each rank.
 
-    H cohorts and lists of S keys cost (R - 1) B Hkv H S (D + Dv) numbers sent by a rank of R, a window of W keys
-    (R - 1) B Hkv W (D + Dv + 1); nothing grows with the number of tokens.
+    Each of R ranks sends (R - 1) B Hkv H S (D + Dv) numbers for H cohorts with lists of S keys, and
+    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys. No amount grows with the number of tokens.
     """
     x, reach = inputs, band(plan)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     edges = edges_of(rows, tokens, left, right, comm)
     heavy = gather(take(rows, index).flatten(1, 2), kept.counts, comm)
     near = torch.cat([edges[0], rows, edges[1]], 2)
-    # Kept keys that stand far away follow behind rows that no window reaches, cohort by cohort.
+    # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
     first = sum(tokens[: comm.rank]) - edges[0].shape[2]
     base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
     index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)

@@ -1,4 +1,4 @@
-"""What a rank holds beside its own shard: statistics of the whole sequence, the edges of its neighbours, kept keys."""
+"""What a rank needs from the others: statistics of the whole sequence, neighbouring rows, and the kept keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fewkeys.rest.base import CohortStandIns
 
 
 def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool = False) -> Inputs:
-    """The problem of this rank, with the statistics of the whole sequence.
+    """The inputs of this rank, whose statistics are those of the whole sequence.
 
-    `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
-    pass them on.
+    `tokens`, `asked`: the number of keys and of queries on each rank. `wanted`: whether any rank needs gradients; then
+    every rank takes part in the backward pass.
     """
     shard = Shard(OverRanks(comm), sum(tokens[: comm.rank]), sum(tokens), sum(asked[: comm.rank]), sum(asked))
     key = inputs.key.detach().requires_grad_() if wanted and not inputs.key.requires_grad else inputs.key
@@ -30,7 +30,7 @@ def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicato
 
 
 def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The rows (B, H, ., F) that stand up to `left` before and `right` after this rank's own."""
+    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer."""
     edges = []
     for count, before in ((left, True), (right, False)):
         counts = [min(count, n) for n in tokens]
@@ -41,7 +41,7 @@ def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Commu
             continue
         every = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
         stacked = gather(part, every, comm).unflatten(2, (comm.size, -1))
-        # Where this rank needs none of them, gradients must pass all the same: the others wait.
+        # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
         unused = stacked[:, :, :, :0].sum() if stacked.requires_grad else 0.0
         ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
         beside = torch.cat([rows[:, :, :0], *(stacked[:, :, rank, : counts[rank]] for rank in ranks)], 2)
@@ -52,8 +52,8 @@ def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Commu
 def columns_of(
     kept: KeptKeys, tokens: list[int], near: range, base: Tensor, comm: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Where the kept keys of all ranks stand among this rank's rows: at their own place where it holds the keys `near`,
-    else from `base` (H, 1) on, in the order in which `gather` stacks them.
+    """The row, on this rank, of every kept key. A key in `near` has its own row. The others follow from `base` (H, 1)
+    on, in the order in which `gather` stacks them.
     """
     width = max(1, int(kept.counts.max()))
     places = torch.stack(comm.all_gather(pad(kept.index, (0, width - kept.index.shape[-1]))))
@@ -68,7 +68,7 @@ def columns_of(
 
 
 def nothing(inputs: Inputs, rows: list[Tensor], stand_ins: CohortStandIns | None) -> Tensor:
-    """No output, but a part in the graph: the other ranks' backward pass waits for this one's."""
+    """The empty output of a rank without queries. It stays in the autograd graph: other ranks wait for its backward."""
     parts = [*rows]
     if stand_ins is not None:
         parts += [stand_ins.key, stand_ins.value]

@@ -1,11 +1,11 @@
-"""A scan over token shards: each rank scans its own keys for the queries of all, and attends to those that it holds.
+"""A scan over token shards: each rank scans its own keys for the queries of all ranks.
 
-    queries   of all ranks, gathered
-    keys      each rank's best, of which scores and places are gathered: all ranks cut them to the budget alike
-    means     of sums over all ranks; a query's own rank attends to them
-    outputs   joined by largest score, sum of weights, and values under their weights
+    queries   gathered from all ranks
+    keys      each rank gathers the scores and places of the best keys, and cuts them to the budget as all ranks do
+    means     from sums over all ranks; the rank that holds a query attends to them
+    outputs   each rank attends to the chosen keys that it holds; largest scores and sums of weights join the parts
 
-Codes are relative to the first block of all tokens, and of equal scores the first keys are kept, as in one process.
+As in one process, codes are relative to the first block of all tokens, and the first of equal scores is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, s
 
 
 def check_scan(plan: Plan) -> None:
-    """Raise `ValueError` for what does not work over ranks beside `KeyScan`."""
+    """Raise `ValueError` for a plan that has parts besides `KeyScan` that do not work over ranks."""
     if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
         raise ValueError(
             "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
@@ -43,9 +43,9 @@ def check_scan(plan: Plan) -> None:
 def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries.
 
-    `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
-    pass them on. A rank of R sends its queries, `B Hq Nq D` numbers, and for each query of all ranks 8 bytes a key
-    that it chooses and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
+    `tokens`, `asked`: the number of keys and of queries on each rank. `wanted`: whether any rank needs gradients; then
+    every rank takes part in the backward pass. A rank sends its queries, `B Hq Nq D` numbers. For each query of all
+    ranks it sends 8 bytes a chosen key, and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
     """
     x = inputs
     query, key, value = (_wanting(rows, wanted) for rows in (x.query, x.key, x.value))
@@ -80,8 +80,8 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """This rank's keys and values, the first of which stands at place `first` of the whole sequence; `seen` (N,): among
-    how many keys each query of it chooses.
+    """This rank's keys and values. `first`: the place of its first key in the whole sequence. `seen` (N,): the number
+    of keys that each query of the sequence chooses from.
     """
 
     whole: Inputs
@@ -104,9 +104,9 @@ class _Shard:
     def scored(
         self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, local: slice, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The scores (B, Hq, M, keys) of the queries of a block from `start` on with what this rank attends to for
-        them, -inf where it does not, and the values: of the own block, chosen keys and means. `local`: the range of its
-        own queries.
+        """The scores (B, Hq, M, keys) of the block of queries from `start` on, and the values they weigh: those of the
+        queries' own block, of chosen keys and of means. A score is -inf where this rank does not attend. `local`: the
+        range of this rank's queries.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)

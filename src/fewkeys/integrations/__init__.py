@@ -1,11 +1,11 @@
-"""Everything that knows a model. The rest of the package takes tensors only.
+"""Plans inside models of transformers. The other rooms take tensors only.
 
-    transformers.apply      a plan for each layer -> an answer of its attention calls
-    interface.attach        switches the model's configurations (switch), puts the answer on the modules (answers)
-    interface._mask         at the start of each call: a mask of the real keys (masks)
-    interface._attention_forward    in each layer: who answers (answers), the call as `AttentionInputs` (masks, terms)
-    ByPlan, terms.attend    the layer's plan -> `fewkeys.attention`, or the model's own SDPA where that is faster
+    transformers.apply      makes an answer for each layer: the object that computes its attention calls by a plan
+    interface.attach        switches the model's configurations (switch), puts the answers on the modules (answers)
+    interface._mask         runs once per call of the model: makes a mask of the real keys (masks)
+    interface._attention_forward    runs in each layer: makes `AttentionInputs` (masks, terms), calls its answer
+    ByPlan, terms.attend    call `fewkeys.attention` with the layer's plan, or the model's own SDPA where that is faster
 
-`capture`, `spot_check` and `effect` run the model by answers of their own; `cache` leaves its keys in `answers`, too.
-`embed` and `pipeline` only call the model.
+`capture`, `spot_check` and `effect` attach other answers. `cache` registers its streams in `answers`. `embed` and
+`pipeline` only call the model.
 """

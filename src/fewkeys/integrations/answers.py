@@ -1,10 +1,10 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A cache leaves new keys here, and the attention function finds their stream by the identity of the key tensor.
+A cache registers new keys here. The attention function finds their stream by the identity of the key tensor.
 
-Each attention module has a stack of plans. It is copied or sent to another process with the model, and ends with it. A
-plan that was entered by `with` is in force in the context that entered it (`contextvars`: a thread, or a task of
-asyncio), every other plan wherever the model is called.
+Each attention module has a stack of plans, which is copied and pickled with the model. A plan that was entered by
+`with` acts only in that context (`contextvars`: a thread, or a task of asyncio). Every other plan acts wherever the
+model is called.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Answer(Protocol):
 
 
 class Scope:
-    """Where one application of a plan is in force; `is_entered`: only in the contexts that entered it."""
+    """The contexts in which one application of a plan acts. `is_entered`: only those that entered it."""
 
     def __init__(self) -> None:
         self.is_entered = False
@@ -77,7 +77,7 @@ class Scope:
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     def warn_once(self) -> None:
-        """Warn, once, that the model is called from a context outside."""
+        """Warn, once, that a context outside this scope calls the model."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -103,7 +103,7 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
         if scope.is_current:
             return scope
     for scope in inner_first:
-        if not scope.is_entered:  # another thread applied it for all
+        if not scope.is_entered:  # another thread applied the plan in all contexts
             return scope
     if inner_first and _is_autograd_thread():
         # Gradient checkpointing computes a layer again, in a thread that has no context.
@@ -119,19 +119,19 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
 
 
 class PlanStack:
-    """The answers of one attention module, each with the number of its layer, the innermost last.
+    """The answers of one attention module, each with the number of its layer; the innermost is last.
 
-    A copy, in this process or another, keeps only the answer that is in force where it is copied (`interface`).
+    A copy, in this process or another, keeps only the answer that is active in the context that copies (`interface`).
     """
 
     def __init__(self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({})) -> None:
         self.answers = dict(answers)
         self.own_call: tuple[object, ...] | None = None
-        """What decided that the model's own attention answered the last call that no mask restricts; calls of which
-        the same is true take no other step."""
+        """The facts of the last call without padding or window that the model's own attention answered. A call
+        with equal facts goes there at once."""
 
     def innermost(self) -> tuple[int, Answer] | None:
-        """The layer and the answer that are in force here; None: the model's own attention."""
+        """The layer and the answer that are active in this context; None: the model's own attention."""
         scope = in_force(self.answers) if self.answers else None
         return None if scope is None else self.answers[scope]
 

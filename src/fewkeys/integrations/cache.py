@@ -1,10 +1,9 @@
-"""A cache for `model.generate` under a causal plan: memory of a fixed size, or every key and its code.
+"""A cache for `model.generate` under a causal plan: constant memory, or all keys with their codes.
 
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
-transformers asks the cache for the keys of a layer and hands them to the attention function. This cache gives back the
-new keys alone and leaves them waiting in `answers`; the attention function finds them there and lets the layer's
-stream answer.
+transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
+the new keys and registers them in `answers`. The attention function finds the layer's stream there, which answers.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ def cache(
     *,
     leaves: LeafType | None = None,
 ) -> Cache:
-    """An empty cache, and the attention of `model` that knows how to use it.
+    """An empty cache for `model`, whose attention is switched to use it.
 
     Args:
-        model: a decoder-only transformers model. As long as the cache lives (or until `close()`), the model's
-            attention runs through fewkeys: calls with this cache by the plan, all others as they would without it.
-        plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
-            what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
-            own attention is a sliding window keep exactly that window; a sequence may leave them out.
+        model: a decoder-only transformers model. As long as the cache lives (or until `close()`), fewkeys answers its
+            attention calls: calls with this cache by the plan, all others as without it.
+        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`).
+            A stream must be able to run it (`fewkeys.stream`), such as `fewkeys.budget(slots, is_causal=True)`. Layers
+            whose own attention is a sliding window keep that window; a sequence may leave them out.
         leaves: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the default, or
             "model".
 
     Returns:
-        A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
-        left-padded batches, grouped queries, chunks, several turns, beam search (reordering) and repeated or selected
-        sequences, assisted and prompt-lookup decoding. `crop` can take back the newest 24 tokens, and more back to the
-        beginning of a block, and says so where it cannot. `memory()` are its
-        bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` let a conversation go on later.
+        A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right. It supports
+        left-padded batches, grouped queries, chunks, several turns, beam search (reordering), repeated or selected
+        sequences, assisted and prompt-lookup decoding. `crop` can remove the newest 24 tokens, and more back to the
+        beginning of a block; otherwise it raises. `memory()` is the number of its bytes, `copy.deepcopy` forks it,
+        `save(path)` and `load(path)` continue a conversation later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a
@@ -67,7 +66,7 @@ def cache(
 
 
 def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:
-    """The plans of every layer, one for all of its key heads or one for each, and the window of its own, if any."""
+    """For each layer its plans, one for all key heads or one for each, and its own window, if it has one."""
     config: Any = model.config.get_text_config(decoder=True)
     modules = interface.attention_modules(model)
     count = config.num_hidden_layers

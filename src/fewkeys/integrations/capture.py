@@ -46,7 +46,7 @@ def capture(
             ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its
             table. Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features,
             frames), or mappings with them.
-        directory: a new or empty folder; None: a temporary one that goes with the returned object.
+        directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
         weights: the kernel of the model's own attention, where it was trained with another one than softmax:
             `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
         part: of an encoder-decoder, whose layers alone are captured: "encoder", which runs alone, "decoder" (its
@@ -58,8 +58,8 @@ def capture(
             tokens that count by other numbers than -100.
         seed: of the random numbers of gradients.
 
-    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`, and is
-    afterwards as it was. Layers whose own attention is a window are left out: every plan leaves them as they are.
+    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. It is not
+    changed. Layers whose own attention is a window are left out, since plans do not change them.
 
     Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
@@ -246,8 +246,8 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 class ProjectionFinder:
     """Finds the output projections of `model` as it runs: the linear layers that read the outputs of its attention.
 
-    No convention says what models call them. They are the linear layers whose input is the very memory that an
-    attention call returned. `attended(layer, output)` announces the output (B, Hq, N, Dv) of a call; `matrices` maps
+    Models have no common name for them. They are the linear layers whose input is the memory that an attention call
+    returned. `attended(layer, output)` announces the output (B, Hq, N, Dv) of a call; `matrices` maps
     layers to weights (out, Hq Dv). A layer whose output goes through something else first is not found.
     """
 
@@ -261,7 +261,7 @@ class ProjectionFinder:
         self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
 
     def attended(self, layer: int, output: Tensor) -> None:
-        """`output` is the answer of layer `layer`; it is held until the next call, so that its memory is not reused."""
+        """Note the output of layer `layer`. It is kept until the next call, so that its memory is not reused."""
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Judge plans on what a model really attends to: error of the output, not of the weights.
+"""Judge plans on a model's own queries, keys and values: by the error of the output, not of the weights.
 
-For each layer and block of heads the exact weights and outputs are computed once, and every plan is held against
-them. Memory is bounded by one block (`fewkeys.judge.exact`), however long the text; time is O(n^2) per plan, since
-mass and recall need the exact weights.
+For each layer and block of heads the exact weights and outputs are computed once, and every plan is compared with them.
+Memory is that of one block (`fewkeys.judge.exact`) at any length. Time is O(n^2) per plan, since mass and recall need
+the exact weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Seq
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
 """Facts of a capture that a report repeats."""
 TIMED = 6
-"""Timings per plan, at least: one in each layer, more where there are fewer layers."""
+"""The least number of timings per plan: one in each layer, more where there are fewer layers."""
 
 
 def compare(
@@ -46,7 +46,7 @@ def compare(
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Report:
-    """Hold each plan against exact attention on captured queries, keys and values.
+    """Compare each plan with exact attention on captured queries, keys and values.
 
     Args:
         capture: the attention inputs of every layer, from `fewkeys.capture`.

@@ -1,7 +1,7 @@
 """The effect of a plan on a whole model: how far its last hidden states move, and how long a call takes.
 
-Times do not depend on weights: a model of the same configuration with random weights takes as long, and it has room for
-as many tokens as one asks for.
+Times do not depend on weights. So a model of the same configuration with random weights is timed, with as many
+positions as the length needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Batch = Tensor | Mapping[str, Tensor]
 TURNS = 9
-"""The most turns at a length that count."""
+"""The largest number of timed turns at one length."""
 
 
 def effects(
@@ -105,8 +105,8 @@ def time_model(
 ) -> list[Timing]:
     """One sequence of `length` tokens without padding: exact attention and each plan in turns, on the CPU.
 
-    No turn is begun after so many seconds, except the second where the first took less. The first turn warms up, and
-    counts only where it took as long by itself.
+    No turn begins after this number of seconds, except the second where the first took less. The first turn warms up.
+    It counts only where it alone took that long.
     """
     ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     turns: list[list[float]] = []

@@ -1,8 +1,8 @@
 """Vectors of texts by a SentenceTransformer: one for a whole text, or late chunks, one for each part of it.
 
 Late chunking (Guenther et al., "Late Chunking", 2024, arXiv 2409.04701) reads the text in one pass and pools its token
-embeddings part by part, so that the vector of a part knows the rest of the text. The modules after the encoder's first
-(pooling, dense layers, normalisation) run on each part as they would on a text, with nothing re-implemented here.
+embeddings part by part, so that the vector of a part depends on the rest of the text. The modules after the encoder's
+first (pooling, dense layers, normalisation) run on each part as they would on a text; none is re-implemented here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings that mean the same for a part as for the whole text; the others read one token or weigh by place."""
+"""Poolings that are as meaningful for a part as for a text; the others read one token or weigh by position."""
 WATCH = Guard(sys.float_info.max, queries=8)
 """As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is answered exactly because of them. Eight
 queries of every head are enough for a mean over all heads.
@@ -36,7 +36,7 @@ queries of every head are enough for a mean over all heads.
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The vectors (C, d) of C parts of a text, the characters [start, stop) of each, and how many tokens it pools."""
+    """The vectors (C, d) of C parts of a text, the characters [start, stop) of each, and the number of its tokens."""
 
     vectors: Tensor
     spans: tuple[Span, ...]
@@ -93,7 +93,7 @@ def late_chunks(
 
 
 def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
-    """The plan's error between two looks at `Applied.fallbacks`, under `max_error=WATCH`: the mean over layers.
+    """The plan's error between two readings of `Applied.fallbacks`, under `max_error=WATCH`: the mean over layers.
 
     Layers that exact attention answered have none; those within a window of their own do not count.
     """
@@ -127,7 +127,7 @@ def split(
     while (left := len(starts) - 1 - first) > 0:
         take = -(-left // -(-left // room))
         stop = _before_word(text, starts, first, first + take)
-        # The tokens of a part may be others than those of the same characters in the text: fewer, until they fit.
+        # A part may have more tokens than the same characters have in the text: shorten it until it fits.
         while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > most:
             take -= max(1, take // 16)
             stop = _before_word(text, starts, first, first + take)

@@ -1,10 +1,10 @@
 """How transformers calls this package: the attention function and the mask function of a model.
 
-transformers looks both up in registries, under one name. Both are registered here, once, on first use: with an
-attention function but no mask function (`masks`), a model would silently lose its padding.
+transformers looks both up in registries, by one name. Both are registered here on first use. With an attention function
+but no mask function (`masks`), a model would silently ignore its padding.
 
-Where no plan is in force and no cache of ours holds the keys, the model's own mask function and attention answer.
-Nothing global refers to a model, so dropping a model drops its entries.
+Without an active plan and without a cache of ours, the model's own mask function and attention answer. No global object
+refers to a model, so its entries are freed with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def need_transformers() -> None:
 def unwrapped(model: object) -> PreTrainedModel:
     """The transformers model: `model` itself, or the one inside it.
 
-    A SentenceTransformer, a model of peft, a compiled or distributed one hold one each. `TypeError` for others.
+    A SentenceTransformer, a peft model, a compiled and a distributed model each contain one. `TypeError` for others.
     """
     need_transformers()
     from transformers import PreTrainedModel
@@ -84,7 +84,7 @@ def unwrapped(model: object) -> PreTrainedModel:
 
 
 def attention_modules(model: object) -> list[nn.Module]:
-    """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
+    """The modules of `model` that use the attention interface, in the order of its layers."""
     model = unwrapped(model)
     modules = [module for module in model.modules() if mpnet.is_mpnet(module) or _asks_interface(type(module))]
     if not modules or model.config.model_type in PARTLY:
@@ -149,7 +149,7 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Let `answer` answer every attention call of `model` from now on; None: leave the stacks of plans as they are.
+    """Give every attention call of `model` to `answer` from now on; None: do not change the stacks of plans.
 
     Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
     replaced; the model is then as it was.
@@ -158,7 +158,7 @@ def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
 
 
 def register() -> None:
-    """Register both functions under our name; a process that receives a copied model does so, too."""
+    """Register both functions by our name. A process that receives a copied model calls this as well."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -213,7 +213,7 @@ def _sdpa() -> Callable[..., tuple[Tensor, None]]:
 
 
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    if kwargs is None:  # a call of another thread, made while torch registers the hook
+    if kwargs is None:  # another thread called the model while torch registered the hook
         return
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
@@ -333,9 +333,9 @@ def _answered(
 def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
     """Whether a call without padding or window is causal. `by_mask`: what its mask says, None without a mask.
 
-    "eager" follows the mask. The other implementations drop such a mask and follow the argument, or without one the
-    flag of the module. The flag is wrong in some models (AIMv2), which a plan does not mend. An argument that differs
-    from the flag may only say whether there is a mask (Moonshine).
+    "eager" follows the mask. The other implementations drop such a mask and follow the argument, or the module's flag
+    where there is no argument. The flag is wrong in some models (AIMv2); a plan does not correct it. An argument that
+    differs from the flag may only mean that there is a mask (Moonshine).
     """
     if switch.own_implementation(getattr(module, "config", None)) == "eager":
         return bool(by_mask)

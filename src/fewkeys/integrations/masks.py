@@ -1,14 +1,13 @@
-"""The mask that a model builds by our mask function, and what the attention function reads from it.
+"""The mask that our mask function makes for a model, and how the attention function reads it.
 
 Nothing of size n x n is built. A mask holds the real keys and the pattern that the model requested:
 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
 
-True and False, or, where the layer sees a window only, its size at real keys and 0 at others. There is always a mask:
-without one, the flag of the attention module (`is_causal`) would have to say whether the call is causal, and it is
-wrong in models that were only ever run by "eager". Where every key is real, and SDPA would drop the mask, it is one
-number, expanded.
+Its entries are True at real keys and False at padding. In a layer with a window they are the window's size and 0. There
+is always a mask. Without one, only the module's flag `is_causal` would say whether the call is causal, and the flag is
+wrong in models that were only ever run by "eager". Where every key is real, the mask is one number, expanded.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class Keys(NamedTuple):
 class KeyMask(Tensor):
     """A mask that models can move and slice.
 
-    SDPA, and a module with an attention of its own, which adds the mask to its scores (B, H, Nq, Nk), get what the mask
-    means. A model that computes anything else with a causal mask, or with a window, has keys or scores of its own:
-    `ValueError`.
+    SDPA gets the boolean mask (B, H, Nq, Nk) that this one stands for. So does a module that adds the mask to its own
+    scores. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
+    that a plan does not know.
     """
 
     @classmethod
@@ -72,7 +71,7 @@ class KeyMask(Tensor):
             seen = _seen(mask, scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         if name in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
-            with torch._C.DisableTorchFunctionSubclass():  # it is what SDPA would be given
+            with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
                 return func(*args, **kwargs)
         try:
             if name not in _COMPUTING:

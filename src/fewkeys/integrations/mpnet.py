@@ -1,8 +1,7 @@
 """MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface: its `forward` is replaced.
 
-As long as a plan is in force, `MPNetForward` stands in the attention module in place of that method; the class stays as
-it is. It makes queries, keys and values as the module does, asks the attention function, and goes on from the output as
-the module does.
+While a plan is active, `MPNetForward` replaces that method in the attention module; the class does not change. It makes
+queries, keys and values as the module does, calls the attention function, and treats its output as the module does.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from fewkeys.integrations.answers import plan_stack
 
 @dataclass(eq=False)
 class MPNetForward:
-    """The `forward` of one module. Calls that began before it stood here have a mask of the model's own: they end as
-    they began.
+    """The `forward` of one module. A call that began before the replacement has the model's own mask, and goes to the
+    module's own method.
     """
 
     module: nn.Module
@@ -50,7 +49,7 @@ def is_mpnet(module: nn.Module) -> bool:
 
 
 def restate(modules: Iterable[nn.Module]) -> None:
-    """Make those of the modules that are MPNet's use the interface from now on."""
+    """Replace `forward` in the modules that are MPNet's."""
     ours = [module for module in modules if is_mpnet(module)]
     if any(not isinstance(vars(module).get("forward", MPNetForward(module)), MPNetForward) for module in ours):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`fewkeys.spot_check`: of one attention call, or of every layer of a model in one exact pass."""
+"""`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model in one exact pass."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         fk.spot_check(query, key, value, plan, queries=32)      # one attention call
         fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
 
-    What is estimated is the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries, the error that
-    `fewkeys.compare` reports. Of every sequence and head `queries` queries are drawn, one from each of as many equal
-    stretches of positions, and answered exactly; the plan runs on the whole input, as it would without the check, so
-    that its statistics are those of all queries and keys. The estimate is unbiased. The interval is Student's, with
-    variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`); it holds for the queries of
-    this input and assumes that no single one of them, unseen, carries most of the error (docs/quality-control.md has
-    the coverage measured).
+    The estimate is of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
+    `fewkeys.compare` reports. The positions of every sequence are divided into `queries` equal stretches. In each
+    stretch one query of each head is drawn at random and answered exactly. The plan runs on the whole input, as it
+    would without the check. The estimate is unbiased. The interval is Student's, with variances of groups of stretches
+    and a longer upper arm (`fewkeys.guard.interval`). It holds for the queries of this input, and assumes that most of
+    the error is not in a single query that was not drawn (docs/quality-control.md has the measured coverage).
 
     Args:
         query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
@@ -72,7 +71,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
             exact model, so that errors do not add up over layers. The result has one entry per layer in `per_layer`.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
         plan: with a model also one plan per layer, or per layer and key head, as in `fewkeys.apply`.
-        queries: exact queries per sequence and head, at least 2; sequences that are no longer are computed whole.
+        queries: exact queries per sequence and head, at least 2; all queries of sequences with fewer.
         confidence: of the interval, in (0, 1).
         generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
 
@@ -82,7 +81,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
     Raises:
         TypeError, ValueError: malformed input, and whatever the plan or the model refuse.
 
-    Cost: the plan's own (and the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
+    Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
     """
     if (args and isinstance(args[0], nn.Module)) or "model" in options:
         return _check_model(*args, **options)

@@ -29,7 +29,7 @@ DRAFT = 24
 
 
 def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
-    """The empty stream of a layer, of one plan for all key heads or one for each; `leaves` counts where one scans."""
+    """The empty stream of a layer, by one plan for all key heads or one for each. `leaves`: for plans with a scan."""
     scans = any(plan.scanned for plan in plans)
     return Stream(plans[0] if len(plans) == 1 else plans, leaves=leaves if scans else None, undo=DRAFT)
 
@@ -37,8 +37,8 @@ def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
 class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`: its stream.
 
-    `calls`: one for each attention call that the layer makes of the same keys, all but the first with other values
-    (DiffLlama: two). `window`: of the layer's own, None: it sees every key.
+    `calls`: one entry for each attention call that the layer makes with the same keys; later calls have other values
+    (DiffLlama makes two). `window`: that of the layer; None: it sees every key.
     """
 
     is_sliding = False
@@ -65,7 +65,7 @@ class StreamLayer(CacheLayerMixin):
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values alone, which wait for their attention calls; the rest is in the streams."""
+        """The new keys and values, which wait for their attention calls. The streams hold the earlier ones."""
         config = self._config()
         if self.closed or config is None or config._attn_implementation != NAME:
             raise ValueError(
@@ -203,7 +203,7 @@ class StreamCache(Cache):
         files.write(path, self._kind, [stream.contents() for layer in self._held for stream in layer.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
-        """This cache, going on from what `save` wrote under the same plans.
+        """Continue from a file that `save` wrote under the same plans; returns this cache.
 
         `ValueError` for another or a damaged file, which changes nothing: everything in it is checked first.
         """
@@ -225,7 +225,7 @@ class StreamCache(Cache):
     def _restored(
         self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
     ) -> list[list[Stream]]:
-        """The streams of every layer with such contents; `ValueError` names the layer that has others."""
+        """The streams of every layer, from a file's contents; `ValueError` names a layer that does not match."""
         calls, rest = divmod(len(contents), len(self._held))
         if rest or not calls:
             raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
@@ -251,8 +251,8 @@ class StreamCache(Cache):
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """`generate` without `use_cache` gives a model the cache and, at every step, all tokens: they would count twice."""
-    if kwargs is None:  # a call of another thread, while torch is taking the hook in: it is not ours
+    """Refuse `generate` without `use_cache`: it passes all tokens again at every step, so they would count twice."""
+    if kwargs is None:  # another thread called the model while torch registered the hook
         return
     if kwargs.get("use_cache") is False and isinstance(kwargs.get("past_key_values"), StreamCache):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Switches the attention implementation that a model's configurations name to ours, and back with the last plan.
+"""Switches the attention implementation in a model's configurations to ours, and back when the last plan ends.
 
-A call under way ends as it began, whatever other threads apply or restore meanwhile: with a mask of the model's own, by
-the model's own attention; and a mask of ours (`masks.KeyMask`) means the same to SDPA.
+Other threads may apply or restore plans while a call runs. The call ends as it began: a mask that the model made goes
+to the model's own attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "fewkeys"
 
 @dataclass
 class SwitchedConfig:
-    """A switched configuration, its own implementation, and the scopes of what holds it switched (None: of a cache)."""
+    """A switched configuration, its former implementation, and the scopes that need the switch (None: a cache)."""
 
     config: PreTrainedConfig
     implementation: str | None

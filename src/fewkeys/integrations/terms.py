@@ -1,12 +1,14 @@
 """Translates what models add to softmax attention (caps, sinks, biases, packed rows) into terms that plans support.
 
-A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps, or,
-under a scan, may choose like any other key: with one more dimension, in which query head h holds its sink s_h, the sink
-key 1 / scale and all other keys 0, its score is s_h and those of the others are what they were; its value is zero.
+A soft cap is the weight function `Softcap`.
 
-A bias of distances is a table. Sequences packed into one row, as flash attention takes them, each attend to themselves
-alone: `cu_seq_lens_q` holds where they begin, and the number of all tokens last (sentence-transformers and
-`DataCollatorWithFlattening` write it). Each gets a row of its own, padded at its end.
+A learned sink becomes one more key, before all others, with value zero. Rows get one more dimension: query head h holds
+its sink s_h there, the sink key 1 / scale, and all other keys 0. So the sink's score is s_h and no other score changes.
+Every query keeps this key; under a scan it may choose it like any other.
+
+A bias that depends on distance is a table. Sequences packed into one row, as for flash attention, attend only to
+themselves. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
+`DataCollatorWithFlattening` write it). Each sequence becomes one row, padded at its end.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def apply(
         model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
             distributed one; also a part of a model (`model.encoder`). docs/families.md lists model families.
         plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. In place of a
-            layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`.
+            layer's plan there may be a sequence with one for each key head, as in a `ModelPlan` of `fewkeys.tune`.
         impl, generator: as in `fewkeys.attention`. With `impl="auto"`, a call that exact attention is expected to
             answer faster goes to the model's own SDPA, for plans with `exact_if_faster`; `plan.never_exact()` always
             runs.
@@ -66,21 +66,21 @@ def apply(
             and number of queries are taken: every layer counts by itself.
 
     Grouped queries, left and right padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of
-    Lq stands at key Lk - Lq + i) are those of the model. The plan sees the keys of one call: a causal plan that selects
-    among them selects anew at each decoded token. Layers whose own attention is a sliding window keep that window; a
-    sequence of plans may leave them out. Soft caps of scores (Gemma 2) become weights `Softcap(cap)`, a learned sink
-    (gpt-oss) one more key that every query keeps, a bias of the distance (T5, MPNet) `distance_bias`.
+    Lq is at key Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for
+    each decoded token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave
+    them out. A soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one
+    more key that every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
 
-    Entered by `with`, the plan is in force in the present context alone (`contextvars`: this thread, this task of
-    asyncio); elsewhere the model answers as before. Without `with`, it is in force in every thread, and in copies of
-    the model, also in other processes. Of nested plans the innermost answers. docs/serving.md has examples.
+    Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio);
+    other contexts see the model as before. Without `with`, it acts in every thread, and in copies of the model, also
+    in other processes. The innermost of nested plans answers. docs/serving.md has examples.
 
     Raises:
         TypeError: a `model` or `plan` of another kind.
         ValueError: a model whose attention does not go through transformers' interface, and plans that do not match its
-            layers. Calls of `model` raise it for what is not honoured: attention dropout, chunks of the model's own,
-            packed causal sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses
-            causal attention in a causal model.
+            layers. Calls of `model` raise it for what is not supported: attention dropout, the model's own chunked
+            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan
+            without causal attention in a causal model.
     """
     model = unwrapped(model)
     modules = attention_modules(model)
@@ -97,9 +97,9 @@ def apply(
 
 
 class Applied:
-    """A plan in force in `model`. `restore()` ends it, as does leaving the `with` block; a second time does nothing.
+    """An active plan of `model`. `restore()` or the end of the `with` block ends it; a second call does nothing.
 
-    Dropping this object changes nothing: the plan stays in force for as long as the model lives.
+    The plan stays active when this object is deleted, for as long as the model lives.
     """
 
     def __init__(self, model: PreTrainedModel, answer: ByPlan) -> None:
@@ -108,7 +108,7 @@ class Applied:
         self._attachment = attach(model, answer)
 
     def restore(self) -> None:
-        """Give the model back the attention it had, unless another `apply` is still in force on it."""
+        """Restore the attention that the model had, unless another `apply` is still active on it."""
         self._attachment.detach()
 
     @property
@@ -148,7 +148,7 @@ class ByPlan:
         return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
 
     def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
-        """Whether the model's own SDPA answers: it knows windows, but no caps, sinks or biases.
+        """Whether the model's own SDPA answers. It supports windows, but no caps, sinks or biases.
 
         Calls with a guard go to `attention`, which counts them.
         """
@@ -163,7 +163,7 @@ class ByPlan:
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
     """The plan of each layer, or `TypeError`/`ValueError` where there is not one for each.
 
-    One for each layer without a window of its own does too: the others have None then.
+    One for each layer without a window of its own is also accepted; the other layers then have None.
     """
     layers = len(modules)
     if isinstance(plan, Plan):

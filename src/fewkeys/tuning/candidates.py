@@ -13,13 +13,13 @@ from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
-"""The same where every query finds its own keys: heads differ more."""
+"""The same where every query chooses its own keys: heads differ more."""
 RANK = 0.0, 1 / 8, 1 / 4
 COHORTS, HEAVY, WINDOW = 32, (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5)
-"""Shares of the slots. What they leave is cluster means."""
+"""Shares of the slots. The remaining slots are cluster means."""
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
-"""How far the neighbours of a split are."""
+"""The step from a split to its neighbours."""
 SCAN_MEANS = (1 / 32, 1 / 8)
 """Shares of the slots that are means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def clusters(self) -> int:
-        """Clusters that the plan reads (0: none); candidates that share them are cheaper one after another."""
+        """The number of clusters of the plan (0: none). Candidates that share clusters run one after another."""
         return self.plan.rest.clusters
 
 
@@ -76,7 +76,7 @@ def splits(
         else:
             shares = product(HEAVY, WINDOW, RANK)
             candidates += [split for each in shares if (split := _split(size, *each, width)) is not None]
-    # A scan for all keys of the capture keeps them all; in a longer cache it chooses.
+    # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(candidates))
 
