@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fewkeys: interrupted; {left}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of stdout has left, as in `fewkeys ... | head`
+    except BrokenPipeError:  # the reader of stdout has closed it, as in `fewkeys ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM: raised, so that temporary captures and half-written folders are removed on the way out."""
+    """Raised on SIGTERM, so that temporary captures and unfinished folders are removed before the exit."""
 
 
 def _end_in_order_on_sigterm() -> None:

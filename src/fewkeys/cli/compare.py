@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _whole_times(
     model: Any, rows: list[Row], plans: list[Plan | ModelPlan], lengths: list[int], step: Step
 ) -> list[WholeTime]:
-    """Times of a model of this shape with random weights, exact and under the plan of each row, length by length."""
+    """Times of a model of this shape with random weights at each length: exact, and under the plan of each row."""
     from fewkeys.integrations.effect import of_shape, time_model
     from fewkeys.judge.result import WholeTime
 

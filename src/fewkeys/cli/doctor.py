@@ -1,4 +1,4 @@
-"""`fewkeys doctor`: what this machine has, and what fewkeys makes of it."""
+"""`fewkeys doctor`: the facts of this machine, and how fewkeys runs on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Look, measure, print."""
+    """Collect the facts, measure, and print."""
     import torch
 
     import fewkeys as fk
@@ -62,7 +62,7 @@ AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
 
 
 def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
-    """What `impl="auto"` does with the plan at a length, and the expected milliseconds if it compares them."""
+    """Whether `impl="auto"` runs the plan at a length, and the expected milliseconds where these decide."""
     import torch
 
     from fewkeys.core.validation import check_inputs

@@ -1,4 +1,4 @@
-"""Texts of files and folders: every file of UTF-8 text, and why the others are left out."""
+"""The texts in files and folders: every file of UTF-8 text, and the reason why any other file is left out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 PDF = b"%PDF-"
 """How such a file begins; it may be ASCII throughout."""
 HEAD = 2**16
-"""Bytes that are read first: a binary file, however large, shows a zero byte among them."""
+"""Bytes that are read first: a binary file has a zero byte among them."""
 SHOWN = 3
-"""Files named in an error, with the reason why they are no texts."""
+"""The number of files that an error names, with their reasons."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Document:
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str]]:
-    """The texts of files and of all files in folders, in order of their names; of others the name and the reason.
+    """The texts of files and of all files in folders, sorted by name; and the names of other files, with reasons.
 
-    Hidden files and folders, whose names begin with a dot, are ignored. A file that was named itself has to be a text:
+    Hidden files and folders, whose names begin with a dot, are ignored. A file that is named itself must be a text:
     `ValueError`.
     """
     documents: dict[str, Document] = {}
@@ -61,7 +61,7 @@ def skipped_in_words(skipped: dict[str, str]) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The files below a folder, by name, and what else is there with the reason why it is not read."""
+    """The files below a folder, sorted by name; and the other entries, with the reasons why they are not read."""
     unread: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

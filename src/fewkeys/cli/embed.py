@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 SLOTS = 192
-"""Of the default plan. On thousands of tokens they take about the time of 64, whose cohorts take longer to prepare."""
+"""Slots of the default plan. At thousands of tokens its time is about that of 64 slots, which have more cohorts."""
 CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
-"""Of the default plan for late chunks, whose vectors average fewer tokens. On MiniLM, it takes a quarter more time than
-`budget(192)` and a third of its distance of the cosine from one, on WikiText and on two other texts.
+"""The default plan for late chunks, whose vectors average fewer tokens. On MiniLM it takes a quarter more time than
+`budget(192)`, and the distance of its cosines from 1 is a third, on WikiText and on two other texts.
 """
 
 
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Raise where the vectors could not be written."""
+    """Raise if the vectors could not be written."""
     if out.suffix not in (".npz", ".parquet") or out.is_dir():
         raise ValueError(f"--out: expected a file that ends in .npz or .parquet, got {out}")
     if out.suffix == ".parquet" and find_spec("pyarrow") is None:
@@ -134,7 +134,7 @@ def _check_out(out: Path) -> None:
 
 
 def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
-    """The encoder, its plan, and all that the vectors depend on beside the texts."""
+    """The encoder, its plan, and the other settings that the vectors depend on."""
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed
     from fewkeys.integrations.capture import weights_of
@@ -169,7 +169,7 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
 
 
 def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan | ModelPlan:
-    """The plan that is named, that lies beside the model, or a budget."""
+    """The plan that --plan names, else the one in the model's folder, else the default budget."""
     from fewkeys import model_plan
     from fewkeys import plan as plans
     from fewkeys.integrations.interface import attention_modules, is_causal
@@ -188,7 +188,7 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
 ) -> tuple[dict[str, Passes], dict[str, str]]:
-    """The texts by their digest, and the names of those that are left out with the reason.
+    """The texts by their digests, and the names of files that are left out, with the reasons.
 
     `ValueError` for texts to be refused, and where none is left.
     """

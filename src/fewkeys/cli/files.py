@@ -1,4 +1,4 @@
-"""Folders for results: checked before any work is done, filled whole or not at all."""
+"""Folders for results: checked before the work begins, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def check_folder(out: Path) -> None:
-    """Raise before any work is done if files could not be written to `out`; leaves nothing behind."""
+    """Raise before the work begins if files could not be written to `out`. Leaves no file behind."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: expected a folder, got a file: {out}")
     parent = _existing(out)
@@ -26,7 +26,7 @@ def check_folder(out: Path) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest ancestor of `path`, or itself, that exists."""
+    """`path` or its nearest ancestor that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -35,7 +35,7 @@ def _existing(path: Path) -> Path:
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """A folder on the same file system as `out`, gone afterwards unless it was renamed."""
+    """A folder on the same file system as `out`, removed afterwards unless it was renamed."""
     staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
     try:
         staged.chmod(0o755)
@@ -45,7 +45,7 @@ def staging(out: Path) -> Iterator[Path]:
 
 
 def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
-    """Let `fill` write files to a folder elsewhere, then move them into `out`, `last` at the end; their names."""
+    """Let `fill` write files to another folder, then move them into `out`, `last` at the end. Returns their names."""
     with staging(out) as staged:
         fill(staged)
         names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == last, name))
@@ -62,7 +62,7 @@ def deliver(
     fill: Callable[[Path], None] | None = None,
     last: str = "",
 ) -> None:
-    """Write the files of `fill` to `--out`, if named; print the result under `--json`, else what `show` prints."""
+    """Write the files of `fill` to `--out`, if given. Print the result as JSON under `--json`, else call `show`."""
     names = [] if fill is None or arguments.out is None else publish(arguments.out, fill, last)
     if arguments.json:
         print(as_json(result))

@@ -1,4 +1,4 @@
-"""`fewkeys fit`: learn to predict the graph of a model's entmax attention, and judge it on text it has not seen."""
+"""`fewkeys fit`: learn to predict the graph of a model's entmax attention, and judge it on other text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from fewkeys.papers.sparsefinder.evaluate import FitRow
 
 WORK = ".fitting"
-"""Folder inside --out for the state of the fit, gone at the end."""
+"""Folder inside --out for the state of the fit, removed at the end."""
 WINDOW = 3
 """Keys of the window beside every grouping of the table."""
 JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "entropy")
 DROP = ("entropy", "computation", "random", "window", "exact")
-"""Columns that narrow terminals leave out, in this order."""
+"""Columns that are left out in narrow terminals, in this order."""
 NOTE = (
     "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as many "
     "keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation: share of "
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
-    """The capture named, or that of the model on the text."""
+    """The capture that --capture names, or a new one of the model on the text."""
     if arguments.capture is not None:
         return inputs.open_capture(arguments)[0]
     opened = inputs.open_model(arguments, step)
@@ -132,7 +132,7 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
 
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:
-    """Some of each kind; clusters around the square root of the length, a distance at the scale of the margin."""
+    """Groupings of every kind: clusters near the square root of the length, a distance at the scale of the margin."""
     from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
 
     root = max(2, round(math.sqrt(max(call.key.shape[2] for call in capture.calls(0)))))

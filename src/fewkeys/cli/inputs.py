@@ -31,15 +31,15 @@ EXTRAS = {
     "sklearn": "train",
     demo.PACKAGE: "demo",
 }
-"""The extra that brings a module."""
+"""The extra that installs a module."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
 OPENED = "opened.json"
-"""Beside a capture: what the model is called, and the tokens of the first sequence, for those who look at it."""
+"""A file beside a capture: the model's name, and the tokens of the first sequence for the report."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and what it reads: batches of token ids, the names of the files, the tokens of the first sequence."""
+    """A model and its input: batches of token ids, the names of the files, and the tokens of the first sequence."""
 
     model: Any
     name: str
@@ -49,9 +49,9 @@ class Opened:
 
 
 def prepare(arguments: argparse.Namespace, *modules: str, model: bool = True) -> None:
-    """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
+    """Raise `ValueError` before the work begins if results could not be written or a package is not installed.
 
-    `modules` are needed beside those of the options; `model`: whether one is needed where no capture is named.
+    `modules`: needed besides those of the options. `model`: whether a model is needed where no capture is named.
     """
     if arguments.out is not None:
         check_folder(arguments.out)
@@ -61,7 +61,7 @@ def prepare(arguments: argparse.Namespace, *modules: str, model: bool = True) ->
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
-    """Use as many threads as `--threads` says."""
+    """Set the number of threads to `--threads`."""
     if arguments.threads is not None:
         import torch
 
@@ -118,7 +118,7 @@ def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:
-    """The plan, or the plans for every head, that a folder holds."""
+    """The plan, or the plans of every head, in a folder."""
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
@@ -129,7 +129,7 @@ def open_plan(folder: Path) -> Plan | ModelPlan:
 
 @contextmanager
 def named_as_options(**options: str) -> Iterator[None]:
-    """Errors that name a Python argument name the command-line option instead."""
+    """Make errors that name a Python argument name the command-line option."""
     try:
         yield
     except ValueError as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
-"""Systems end a process that starts very many threads."""
+"""The most threads: operating systems end a process that starts very many."""
 MOST_SEED = 2**63 - 1
 
 
@@ -46,7 +46,7 @@ def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bo
 
 
 def named_path(text: str) -> Path:
-    """A path that is named: no name at all would be the working folder."""
+    """A path. An empty one is refused, since it would be the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty name; write . for the working folder")
     return Path(text)
@@ -84,7 +84,7 @@ def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]
 
 
 def budgets(text: str) -> list[int]:
-    """Whole numbers from 1 on, with commas, sorted."""
+    """Positive whole numbers, separated by commas; sorted."""
     try:
         return sorted({whole()(part) for part in text.split(",")})
     except argparse.ArgumentTypeError:

@@ -38,7 +38,7 @@ def progress() -> Iterator[Step]:
 
 
 def _left(done: int, total: int, start: float) -> str:
-    """The time left; nothing before a tenth of the work, nor in the last second."""
+    """The time left; an empty string in the first tenth of the work and in the last second."""
     if 10 * done < total or not done:
         return ""
     left = (monotonic() - start) * (total / done - 1)

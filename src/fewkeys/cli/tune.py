@@ -1,4 +1,4 @@
-"""`fewkeys tune`: choose a plan for every head of a model, and judge the choice on text it has not seen."""
+"""`fewkeys tune`: choose a plan for every head of a model, and judge the choice on other text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 WORK = ".tuning"
-"""Folder inside --out for finished layers, gone at the end."""
+"""Folder inside --out for finished layers, removed at the end."""
 
 
 def add_to(commands: Any) -> None:
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     def show() -> None:
         print_table(report)
-        error = {row.name: row.error for row in report.rows}  # of as many slots as sequences have, all is exact
+        error = {row.name: row.error for row in report.rows}  # with as many slots as tokens, everything is exact
         print(f"\nHeld-out error: tuned {error['tuned']:.3f}, fewkeys.budget({paid}) {error['fewkeys budget']:.3f}.")
 
     def fill(folder: Path) -> None:

@@ -22,7 +22,7 @@ from fewkeys.core.tensor_files import FAULTS, Form
 KIND = "rows of vectors"
 SETTINGS = "settings.json"
 SECONDS = 10.0
-"""Work that is lost, at most, when a run is killed."""
+"""The most seconds of work that are lost when a run is killed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class TextRows:
 
 
 class FinishedTexts:
-    """Finished texts by their digest, in memory and in files of `folder`, for as long as `settings` are the same."""
+    """The rows of finished texts by digest, in memory and in files of `folder`. Other `settings` begin anew."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self._settings = folder, dict(settings)
@@ -55,13 +55,13 @@ class FinishedTexts:
             self.rows.update(_read(path))
 
     def add(self, key: str, rows: TextRows) -> None:
-        """Keep the rows of a text; they are on the disk after `SECONDS` at most."""
+        """Keep the rows of a text. They are written to disk within `SECONDS`."""
         self.rows[key] = self._new[key] = rows
         if monotonic() - self._written > SECONDS:
             self.write()
 
     def write(self) -> None:
-        """Put all rows on the disk."""
+        """Write all rows to disk."""
         if self._new:
             write_json(self.folder, SETTINGS, self._settings)
             every = TextRows.joined(list(self._new.values()))
@@ -70,7 +70,7 @@ class FinishedTexts:
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
-        """Remove the folder: its rows are elsewhere."""
+        """Remove the folder; its rows are in the output file."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -82,7 +82,7 @@ def _settings(folder: Path) -> Any:
 
 
 def _read(path: Path) -> dict[str, TextRows]:
-    """The rows of texts in a file; none, where it is damaged."""
+    """The rows of texts in a file; none if it is damaged."""
     try:
         counts, tensors = tensor_files.read(path, KIND)
         total = sum(counts.values())

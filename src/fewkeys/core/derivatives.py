@@ -31,7 +31,7 @@ class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
 
 
 def are_transformed(*tensors: Tensor) -> bool:
-    """Whether forward mode or `torch.func` is at work on these, which know torch's plain operations alone."""
+    """Whether forward mode or `torch.func` differentiates these tensors; both need torch's plain operations."""
     return forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
@@ -57,7 +57,7 @@ def gradients_by_torch(
 
     gradients: of the outputs; None where an output has none.
     """
-    # Inputs may depend on each other: as views or copies, each has its part of the gradient alone.
+    # Inputs may depend on each other. Each copy gets only its own part of the gradient.
     again = torch.is_grad_enabled()
     leaves = [rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
     with torch.enable_grad():

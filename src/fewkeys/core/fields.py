@@ -1,4 +1,4 @@
-"""Dataclasses of tensors, the first dimension of which is the batch: what is the same for all of them, written once."""
+"""Operations that all dataclasses of tensors share; the first dimension of every tensor is the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fewkeys.core.buffer import Buffer
 
 DERIVED: Mapping[str, bool] = {"derived": True}
-"""The metadata of a field that follows from the others and is no part of a file."""
+"""The metadata of a field that can be computed from the others and is not saved."""
 
 
 class Fields:
@@ -35,11 +35,11 @@ class Fields:
         return rebuilt
 
     def select(self, index: Tensor) -> Self:
-        """The sequences `index` (M,) of the batch, in memory of their own."""
+        """A copy of the sequences `index` (M,) of the batch."""
         return self.changed(lambda tensor: tensor[index])
 
     def bytes(self) -> int:
-        """Bytes of memory. What several fields share counts once."""
+        """Bytes of memory; shared memory counts once."""
         sizes: dict[int, int] = {}
         for _, leaf in _leaves(self, "", True):
             tensor = leaf.held if isinstance(leaf, Buffer) else leaf

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The place of a part of a longer sequence in it, and totals over the whole sequence."""
+    """The place of this part in a longer sequence, and totals over that sequence."""
 
     totals: Totals
     first_key: int
@@ -40,8 +40,8 @@ class Inputs:
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
     `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
-    `placeholders` queries are zeros in the places of earlier tokens, whose queries are not in memory any more. `impl`:
-    the code that may read this, for statistics and executors. `needs_rescaling`: entries or scores are so large that
+    `placeholders` queries are zeros in the places of earlier tokens, whose queries are no longer in memory. `impl`: the
+    code that computes statistics and outputs. `needs_rescaling`: entries or scores are so large that
     statistics require rescaling first (`fewkeys.core.extent`). `bias`: added to the scores by distance. Until
     `cleared`, keys and values of padding are as they came: finite and no larger than others, which suffices under a
     mask.

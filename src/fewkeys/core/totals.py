@@ -33,7 +33,7 @@ class Totals(ABC):
 
 
 class Whole(Totals):
-    """This process has all keys: each total is that of its part."""
+    """Totals in a process that has all keys."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part
