@@ -6,7 +6,8 @@ probability p_j, independent and with replacement,
     r_i = w / p of the i-th draw        Z = sum_K w_j + mean_i r_i        o = (sum_K w_j v_j + mean_i r_i v_i) / Z
 
 where numerator and Z are unbiased. With o* the exact output, `o - o* = (mean_i y_i - E y) / Z` for `y = r (v - o*)`,
-without an approximation. That mean is taken to be within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its expectation:
+without an approximation. The bar assumes that this mean is within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its
+expectation:
 
 * t S / sqrt(m), S^2 the trace of the sample's covariance, t Student's quantile: of all normal vectors with one trace,
   those along a line are farthest out (Szekely and Bakirov, 2003);
@@ -18,7 +19,7 @@ o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so fo
 
     |o - o*| <= h(x) / (Z - h(r)).
 
-Draws are looked at K times, after 64, 128, .. of them, each time at the confidence 1 - (1 - confidence) / K.
+The bar is computed K times, after 64, 128, .. draws, each time at the confidence 1 - (1 - confidence) / K.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from fewkeys.plan import Plan
 from fewkeys.sketch.random_codes import RandomCodes
 
 FIRST = 64
-"""Draws before the first look."""
+"""Draws before the first bar."""
 
 
 @dataclass(frozen=True, eq=False)
 class ErrorBars:
-    """Estimates of exact attention, and how far from it they may be.
+    """Estimates of exact attention, with error bars.
 
     `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
-    says nothing; `reached` (B, Hq, Nq), bool: whether that is at most what was asked for; `drawn` (B, Hq, Nq), int32:
+    gives no bar; `reached` (B, Hq, Nq), bool: whether the bar is at most `error`; `drawn` (B, Hq, Nq), int32:
     how many keys were drawn.
     """
 
@@ -80,9 +81,9 @@ def error_bars(
     Every query attends to the keys that the plan keeps and, in place of the plan's stand-ins, to keys drawn from the
     others: 64, 128, .. until its bar is at most `error`, or `most` are drawn and `reached` says that it is not. A bar
     is an upper bound of `|output - exact| / |exact|` that holds with probability `confidence` or more, over the draws
-    and the rotation of the codes, for keys and values that do not depend on these: pass a generator of a secret seed
-    if somebody may choose keys against you. Coverage was measured on real heads and on keys made to break it
-    (docs/quality-control.md). It assumes exact arithmetic: errors of rounding come on top.
+    and the rotation of the codes, for keys and values that do not depend on these: pass a generator with a secret seed
+    if an adversary may choose keys. Coverage was measured on real heads and on keys made to break it
+    (docs/quality-control.md). It assumes exact arithmetic; errors of rounding are not included.
 
     Args:
         query, key, value: as in `fewkeys.attention`; the bars have no gradient, and tensors that require one are
@@ -134,12 +135,12 @@ def error_bars(
 
 
 def _generator(generator: torch.Generator | None) -> torch.Generator:
-    """The one given, or one of a seed that no plan uses."""
+    """`generator`, or one with a seed that no plan uses."""
     return torch.Generator("cpu").manual_seed(0xBA25) if generator is None else generator
 
 
 class _Sampled:
-    """What queries read, by sequence and key head."""
+    """The tensors that queries read, by sequence and key head."""
 
     def __init__(self, graph: Graph, generator: torch.Generator, error: float, miss: float, most: int) -> None:
         x = graph.inputs

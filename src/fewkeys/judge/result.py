@@ -20,7 +20,7 @@ from fewkeys.core.records import CHECKSUM, build, parse, seal, unseal
 
 SCHEMA = "fewkeys.report/1"
 SHOWN = 16
-"""`print(report)` shows all rows if there are at most so many."""
+"""`print(report)` shows all rows of a report with at most this number."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Report:
     sample: Sample | None = None
 
     def __str__(self) -> str:
-        """All rows if there are few; else exact attention, the oracles, and the methods that no other one beats."""
+        """All rows if there are few; else exact attention, the oracles, and the methods that no other method beats."""
         front = self.front()
         chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
         lines, _ = aligned([_cells(row) for row in chosen])

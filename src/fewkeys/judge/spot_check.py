@@ -1,4 +1,4 @@
-"""The error of a plan on live input, from a few queries answered exactly, with an interval that says how sure."""
+"""The error of a plan on live input: an estimate from a few queries answered exactly, with an interval."""
 
 from __future__ import annotations
 

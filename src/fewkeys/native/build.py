@@ -1,8 +1,8 @@
 """Finds the compiled kernels and runs them.
 
-A wheel has brought a library for every instruction set (`LIBRARIES`). Where there is none of the set wanted, the
-machine's C++ compiler makes it, once, and it is kept for the next process, in a folder that nobody else may write.
-What is loaded are the bytes that were checked, not a path that another user could change in between.
+A wheel contains a library for every instruction set (`LIBRARIES`). Where it is missing, the machine's C++ compiler
+makes it once. It is kept for later processes in a folder that only this user can write. The bytes that were checked are
+loaded, not a path whose file another user could change after the check.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fewkeys.native import sets
 from fewkeys.native.sets import InstructionSet
 
 LIBRARIES = Path(__file__).parent / "libraries"
-"""Where a wheel has put its libraries."""
+"""The folder of a wheel's libraries."""
 SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
-"""Bytes that follow a library: its SHA-256."""
+"""The number of bytes after a library: its SHA-256."""
 _DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
 """What a kernel returns: `Outcome` of `team.h`."""
 _ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
@@ -58,7 +58,7 @@ class Kernels:
 
 
 def missing() -> str | None:
-    """Why there are no compiled kernels, None where there are; compiles them if they never were.
+    """The reason why there are no compiled kernels, or None. Compiles them if necessary.
 
     Raises `ValueError` where `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` where there are
     no kernels of the one it names.
@@ -89,7 +89,7 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16.
 
     Raises `MemoryError` where its buffers cannot be had, and `KeyboardInterrupt` soon after Ctrl-C where that would be
-    raised anyway: in the main thread, under Python's own handler. What it wrote until then is of no use.
+    raised anyway: in the main thread, under Python's own handler. Its outputs are then incomplete.
     """
     library = _library()
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
@@ -124,7 +124,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _kernels() -> Kernels | str:
-    """The kernels that the environment asks for, or why there are none; every call asks, so it must be quick."""
+    """The kernels that the environment selects, or why there are none. Fast, since every call asks."""
     return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
 
 
@@ -174,7 +174,7 @@ def _load_bytes(data: bytes) -> ctypes.CDLL:
 
 
 def _threads() -> ctypes.c_void_p | None:
-    """The entry of the OpenMP that torch runs on, wherever it comes from; None: kernels start threads themselves."""
+    """The entry of torch's OpenMP, from whatever library; None: kernels start threads themselves."""
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
     except (OSError, AttributeError):
@@ -182,7 +182,7 @@ def _threads() -> ctypes.c_void_p | None:
 
 
 def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
-    """Kernels that were compiled and kept before, else compiled now."""
+    """Kernels from an earlier compilation, else compiled now."""
     compiler = sets.compiler()
     if compiler is None:
         looked_for = ", ".join(sets.COMPILERS)
@@ -200,7 +200,7 @@ def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
             if kernels := _kept(path, wanted):  # by now another process may have compiled it
                 return kernels
             library = _compile(compiler, wanted, counting, str(keep_in))
-            with suppress(OSError):  # no room: the next process compiles again
+            with suppress(OSError):  # the disk is full: the next process compiles again
                 write_whole(path, library + hashlib.sha256(library).digest(), mode=0o755)
             return _opened(library, path, wanted)
     except (OSError, subprocess.SubprocessError) as error:
@@ -209,7 +209,7 @@ def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
 
 
 def _kept(path: Path, wanted: InstructionSet) -> Kernels | None:
-    """Kernels from a file that nobody else could have written, None where there is no such file, or a damaged one."""
+    """Kernels from a file that only this user could have written; None if it is missing or damaged."""
     file = read_trusted(path)
     library = None if file is None else _intact(file)
     return None if library is None else _opened(library, path, wanted)
@@ -239,7 +239,7 @@ def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) ->
 
 
 def _folder_to_keep() -> Path | None:
-    """The first folder that can be written and that nobody else may write; made if it is missing."""
+    """The first folder that only this user can write; made if it is missing."""
     for folder in (cache_folder(), spare_folder()):
         with suppress(OSError):
             make_folder(folder)
@@ -274,7 +274,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _compile(compiler: list[str], wanted: InstructionSet, counting: bool, kept_in: str) -> bytes:
-    """The library, compiled in a folder that only this process knows and gone from there."""
+    """The library, compiled in a temporary folder of this process."""
     _LOG.warning(
         "compiling the kernels for %s with %s, once: 10 to 60 seconds; kept in %s", wanted, compiler[0], kept_in
     )

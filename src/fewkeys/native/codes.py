@@ -45,7 +45,7 @@ def scan(
     # Views may give a dimension of one entry any stride.
     apart = packed.stride(1 if packed.shape[1] > 1 else 0)
     args = struct("Scan")(
-        # Where they lie: arguments copy what is not contiguous.
+        # Only their addresses: a kernel argument would copy tensors that are not contiguous.
         packed=packed.data_ptr(),
         sigma=sigma.data_ptr(),
         sign=sign,

@@ -25,10 +25,10 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
 
 
 def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
-    """`largest`, and such rows with those of every head side by side in memory, unless gradients are needed.
+    """`largest`, and copies of the rows that are contiguous head by head, unless gradients are needed.
 
-    Models have those of all heads of a token side by side. The kernel reads them in this order; torch copies head by
-    head, and once a tensor is larger than the cache, it waits for memory at every row.
+    In models the rows of all heads of a token are contiguous. The kernel reads them in this order. torch copies head
+    by head, and waits for memory at every row once a tensor is larger than the cache.
     """
     rows = query, key, value
     if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
@@ -45,9 +45,9 @@ _scratches: list[Any] = []
 
 
 def _scratch(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory of an earlier call that no tensor uses any more, else new memory, kept for later calls if it is small.
+    """Memory of an earlier call that no tensor uses now, else new memory, which is kept for later calls if it is small.
 
-    The system must clear the pages of fresh memory: for the copies of a layer that takes as long as copying.
+    The operating system must clear new pages, which takes as long as the copies of a layer.
     """
     size = count * dtype.itemsize
     try:
@@ -64,7 +64,7 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
 
 
 _FREE = 2
-"""References to a buffer while `_scratch` asks for them: its own, and that of the question."""
+"""References to an unused buffer inside `_scratch`: the variable, and the argument of `getrefcount`."""
 
 
 def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:

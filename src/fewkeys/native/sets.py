@@ -1,7 +1,7 @@
-"""Instruction sets: which there are, which this machine can run, and how a library of each is compiled.
+"""Instruction sets: all of them, those that this machine can run, and how a library of each is compiled.
 
-There is one library per set, all of the same source, so that no instruction reaches a processor that lacks it. What
-builds a wheel reads this file alone: it imports nothing but Python's own.
+There is one library per set, all from the same source, so that no processor meets an instruction that it lacks. The
+build of a wheel loads this file alone, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 FORCED = "FEWKEYS_ISA"
 """The environment variable that names the set to take instead of the highest."""
 COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
-"""The environment variable that names a compiler, and what is looked for where it does not."""
+"""The environment variable that names a compiler, and the names to look for where it is not set."""
 HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
@@ -79,7 +79,7 @@ def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
 
 
 def possible() -> tuple[InstructionSet, ...]:
-    """The sets that this machine can run; only the lowest is known to run where the system does not tell flags."""
+    """The sets that this machine can run. Where the system does not list processor flags, only the lowest."""
     flags, of_this_machine = _flags(), of_machine()
     return of_this_machine[:1] if flags is None else tuple(one for one in of_this_machine if one.flags <= flags)
 

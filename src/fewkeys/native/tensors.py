@@ -34,7 +34,7 @@ def placed(*tensors: Tensor) -> bool:
         return False
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    # Transforms and forward derivatives follow torch's operations, and would miss what a kernel does.
+    # Transforms and forward derivatives see only torch's operations, not kernels.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 

@@ -20,7 +20,7 @@ from fewkeys.report.table import advice, cells, notes, skipped, sorted_rows, tit
 
 PAGE = Path(__file__).with_name("page.html")
 FIRST = ("plan", "error", "ms")
-"""Columns whose names begin so come first: a narrow screen shows them."""
+"""Beginnings of the names of the first columns, which a narrow screen shows."""
 
 
 def save_page(report: Report, path: str | os.PathLike[str]) -> None:
