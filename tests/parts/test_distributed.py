@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import fewkeys.distributed as fkd
 from distributed_faults import OTHERS, meet, wrong
@@ -18,8 +19,6 @@ from distributed_worker import CHECKS, TIMEOUT, lose_a_rank, run_checks
 from fewkeys.distributed import communicator
 
 ROOT = Path(__file__).parents[2]
-# One process of the suite starts the ranks, which are many themselves.
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +43,28 @@ def launch():
 
 
 @pytest.fixture(scope="module")
-def failures(launch, tmp_path_factory):
-    """What each rank of 2 and of 4 found wrong, by world size."""
-    actual = {}
-    for world in (2, 4):
-        folder = tmp_path_factory.mktemp(f"ranks{world}")
-        for rank in launch(run_checks, world, folder):
-            rank.join(120)
-        actual[world] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-    return actual
+def failures(launch, tmp_path_factory, worker_id):
+    """What the ranks of a group found wrong, by world size. The first process of the suite that asks starts them."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def of(world):
+        folder = base / f"ranks{world}"
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                for rank in launch(run_checks, world, folder):
+                    rank.join(120)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+    return of
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(check, world, failures):
     wrong = [
-        f"rank {rank} of {world}: {actual[check]}" for rank, actual in enumerate(failures[world]) if check in actual
+        f"rank {rank} of {world}: {actual[check]}" for rank, actual in enumerate(failures(world)) if check in actual
     ]
     assert not wrong, "\n".join(wrong)
 
