@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 # Tests are many tiny operations, for which threads would only wait for each other.
@@ -32,6 +33,23 @@ def pytest_collection_modifyitems(config, items):
     dropped = [item for item in items if id(item) not in kept or item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory, worker_id):
+    """`once(name, fill)`: a folder that `fill(folder)` filled in the first process of the suite that asked for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def filled(name, fill):
+        folder = base / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                fill(folder)
+        return folder
+
+    return filled
 
 
 @pytest.fixture(scope="module")

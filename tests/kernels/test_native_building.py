@@ -20,15 +20,18 @@ pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def wheel(once):
     """The folder of a wheel's libraries, with that of the highest set."""
-    folder, wanted = tmp_path_factory.mktemp("libraries"), sets.chosen()
-    chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
-    path = folder / f"{wanted}.so"
-    subprocess.run(sets.command([chosen], wanted, str(path), "-O0"), check=True)
-    library = path.read_bytes()
-    path.write_bytes(library + hashlib.sha256(library).digest())
-    return folder
+
+    def compile_into(folder):
+        wanted = sets.chosen()
+        chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
+        path = folder / f"{wanted}.so"
+        subprocess.run(sets.command([chosen], wanted, str(path), "-O0"), check=True)
+        library = path.read_bytes()
+        path.write_bytes(library + hashlib.sha256(library).digest())
+
+    return once("libraries", compile_into)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 import fewkeys.distributed as fkd
 from distributed_faults import OTHERS, meet, wrong
@@ -43,18 +42,15 @@ def launch():
 
 
 @pytest.fixture(scope="module")
-def failures(launch, tmp_path_factory, worker_id):
-    """What the ranks of a group found wrong, by world size. The first process of the suite that asks starts them."""
-    base = tmp_path_factory.getbasetemp()
-    base = base if worker_id == "master" else base.parent
+def failures(launch, once):
+    """What the ranks of a group found wrong, by world size."""
 
     def of(world):
-        folder = base / f"ranks{world}"
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                folder.mkdir()
-                for rank in launch(run_checks, world, folder):
-                    rank.join(120)
+        def run(folder):
+            for rank in launch(run_checks, world, folder):
+                rank.join(120)
+
+        folder = once(f"ranks{world}", run)
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
     return of
