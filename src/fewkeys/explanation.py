@@ -76,9 +76,9 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if choice.reason != flow.FASTER:
         return Explanation(runs, choice.reason)
     x, plan = choice.inputs, choice.plan
-    operations = plan_operations(x, plan), exact_operations(x)
-    times = None if operations[0] >= operations[1] else expected(x, plan)
+    times = expected(x, plan)
     if times is None:
+        operations = plan_operations(x, plan), exact_operations(x)
         reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
         return Explanation(runs, reason)
     ms = f"about {in_words(times.plan)} for the plan, {in_words(times.exact)} for exact attention"

@@ -282,6 +282,7 @@ def test_doctor_says_what_is_here(capsys, monkeypatch):
         torch.backends.cpu.get_cpu_capability(),
         "16,384",
         "120 ms",
+        "A dash",
         "kernels",
         str(build.place() or "none"),
     ):

@@ -68,7 +68,7 @@ def test_time_counts_pairs_for_exact_attention_and_tokens_for_plans(heads, queri
         q, k, v = problem(queries, heads, keys=keys)
         tensors = (q.repeat(2, 2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1))
         inputs = check_inputs(*tensors, is_causal=causal, query_offset=offset)
-        actual = expected(inputs, PLAN)
+        actual = crossover._expected(inputs, PLAN)
     pairs = int(torch.ones(queries, keys).tril(offset).sum()) if causal else queries * keys
     assert actual.exact == pytest.approx(2 * (3 + 2 * heads * pairs))
     assert exact_operations(inputs) * queries == pytest.approx(pairs * (4 * 16 + 20))
@@ -86,7 +86,7 @@ def test_plans_that_begin_with_the_first_token_pay_for_all_queries(lines):
 
 
 def test_what_has_more_arithmetic_is_not_measured(monkeypatch):
-    monkeypatch.setattr(crossover, "expected", None)
+    monkeypatch.setattr(crossover, "_lines", None)
     q, k, v = problem(1, keys=4000)  # one decoded token: everything would be prepared for it
     assert exact_is_faster(check_inputs(q, k, v, query_offset=3999, is_causal=True), PLAN)
     assert fk.explain(q, k, v, plan=PLAN, query_offset=3999).runs == "exact"
@@ -123,7 +123,7 @@ def test_every_setting_is_measured_once(monkeypatch, folder):
 def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
     seen = []
     monkeypatch.setattr(exact, "attend", lambda x, weights: seen.append((x.query_heads, x.kv_heads)))
-    q, k, v = problem(100, 2)
+    q, k, v = problem(3000, 2)
     expected(check_inputs(q.repeat(1, 3, 1, 1), k, v), PLAN)
     assert set(seen) == {(6, 2)}
 
@@ -135,7 +135,7 @@ def test_autocast_is_off_while_the_machine_is_measured(monkeypatch, folder):
         crossover, "fastest", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or ([1.0, 2.0] * 3, True)
     )
     with torch.autocast("cpu", torch.bfloat16):
-        expected(check_inputs(*(x.double() for x in problem(100))), PLAN)  # no kernels to compile
+        expected(check_inputs(*(x.double() for x in problem(3000))), PLAN)  # no kernels to compile
     assert seen == [False]
 
 
@@ -168,7 +168,7 @@ def measure_numbers(monkeypatch, numbers):
 @pytest.mark.parametrize("damage", ["", "{}", '{"of": 1, "numbers": [[1, 2]]}', "half", "negative"])
 def test_a_damaged_file_is_measured_anew(monkeypatch, folder, damage):
     measure_numbers(monkeypatch, iter([(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]))
-    x = check_inputs(*problem(100))
+    x = check_inputs(*problem(3000))
     first = expected(x, PLAN)
     for file in folder.iterdir():
         whole = file.read_text()
@@ -186,10 +186,10 @@ def test_the_first_to_write_wins(monkeypatch, folder):
         other.append(as_another_process(x))
         return ((7, 7), (2, 2), (3, 3)), True
 
-    x, other = check_inputs(*problem(100)), []
+    x, other = check_inputs(*problem(3000)), []
     monkeypatch.setattr(crossover, "_measured", slow)
     assert expected(x, PLAN) == other[0]
-    assert other[0].exact == 1 + 100**2
+    assert other[0].exact == 1 + 3000**2
 
 
 @pytest.mark.parametrize(("sound", "later", "again"), [(True, 29, False), (True, 31, True), (False, 0.05, True)])

@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
         options = [name for one in parsers for name in one._option_string_actions if name.startswith("--")]
         for word in self._given:
             name = word.partition("=")[0]
-            if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1)):
+            if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1, 0.7)):
                 message = f"unknown option {name}; did you mean {near[0]}?"
                 break
         raise ValueError(f"{message} (try {self.prog} --help)")

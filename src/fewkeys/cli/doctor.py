@@ -101,3 +101,4 @@ def _show(facts: dict[str, Any]) -> None:
 
     for name, rows in facts["auto"].items():
         print("\n" + show([cells(row) for row in rows], title=f"impl='auto' and {name}"))
+    print("\nA dash: the plan has more operations than exact attention, or measured times cannot be kept.")

@@ -90,16 +90,19 @@ class Expected:
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether exact attention is not clearly slower than the plan. Reads no data."""
-    plan_count, exact_count = plan_operations(inputs, plan), exact_operations(inputs)
-    # A plan with more arithmetic than exact attention needs no measurement.
-    if plan_count >= exact_count:
-        return True
     times = expected(inputs, plan)
-    return plan_count > SHIPPED * exact_count if times is None else times.exact_is_faster
+    if times is None:
+        return plan_operations(inputs, plan) > SHIPPED * exact_operations(inputs)
+    return times.exact_is_faster
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
-    """The expected times on inputs of this size by this machine's lines; None if no lines can be kept."""
+    """The expected times on inputs of this size by this machine's lines.
+
+    None if no lines can be kept, and for a plan with more arithmetic than exact attention, which needs no measurement.
+    """
+    if plan_operations(inputs, plan) >= exact_operations(inputs):
+        return None
     return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
 
 
