@@ -21,7 +21,7 @@ from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
 from fewkeys.cli.progress import progress
 from fewkeys.core.files import read_json
-from fewkeys.cost.crossover import Expected
+from fewkeys.cost.crossover import Line
 from fewkeys.integrations.transformers import apply, load_model
 from fewkeys.judge.result import Report
 from fewkeys.judge.standard import OURS, standard_plans
@@ -274,7 +274,8 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
 
 
 def test_doctor_says_what_is_here(capsys, monkeypatch):
-    monkeypatch.setattr("fewkeys.cost.crossover.expected", lambda *_: Expected(1.0, 120.0))
+    lines = Line(1.0, 0.0), Line(60.0, 0.0), Line(60.0, 0.0)
+    monkeypatch.setattr("fewkeys.cost.crossover._lines", lambda *_: lines)
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for part in (
@@ -291,6 +292,8 @@ def test_doctor_says_what_is_here(capsys, monkeypatch):
     actual = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in actual["auto"]["budget(192)"]] == [512, 1024, 2048, 4096, 8192, 16384]
     assert actual["extras"]["hf"] is True
+    # At 512 tokens the plan has more operations than exact attention: times do not decide.
+    assert [row["plan_ms"] for row in actual["auto"]["budget(192)"]] == [None] + [120.0] * 5
 
 
 def test_version(capsys):

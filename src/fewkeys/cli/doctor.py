@@ -101,4 +101,5 @@ def _show(facts: dict[str, Any]) -> None:
 
     for name, rows in facts["auto"].items():
         print("\n" + show([cells(row) for row in rows], title=f"impl='auto' and {name}"))
-    print("\nA dash: the plan has more operations than exact attention, or measured times cannot be kept.")
+    if any(row["plan_ms"] is None for rows in facts["auto"].values() for row in rows):
+        print("\nA dash: the plan has more operations than exact attention, or measured times cannot be kept.")
