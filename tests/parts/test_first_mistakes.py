@@ -80,6 +80,11 @@ def test_a_misspelt_option_is_named(words, near, capsys):
     assert f"; did you mean {near}?" in capsys.readouterr().err
 
 
+def test_an_option_that_is_like_no_other_is_not_guessed(capsys):
+    assert main(["embed", "--versoin"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @dataclass(frozen=True)
 class Largest(Selector):
     """A rule of one's own: the keys of the largest norm, which later keys change."""

@@ -165,3 +165,13 @@ def test_tokens_without_room_leave_the_stream_as_it_was(padded, monkeypatch):
         stream.append(*later[1:], real[:, 200:])
         outputs.append(stream.attend(later[0]))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(("name", "number"), [("key", -128), ("value", -128), ("scale", -1.0)])
+def test_numbers_that_rounding_never_gives_are_refused(name, number):
+    rows = torch.full((1, 2, 3, 4), -127, dtype=torch.int8)
+    tensors = {"key": rows, "value": rows.clone(), "scale": torch.zeros(1, 2, 3, 2)}
+    HeldRows.checked(tensors, torch.float32, "")
+    tensors[name][0, 1, 2, 0] = number
+    with pytest.raises(ValueError, match=f"expected numbers of at least .* in {name}"):
+        HeldRows.checked(tensors, torch.float32, "")
