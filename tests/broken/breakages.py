@@ -119,7 +119,7 @@ BREAKAGES = (
     Breakage(
         "cohorts: all query heads ask as the first of their key head",
         "native/near_cohorts.h",
-        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, at",
+        "const int64_t head = h / p.cohorts * p.asking + members[i] / p.asked, at",
         "const int64_t head = h / p.cohorts * p.asking, at",
         (COHORTS,),
     ),

@@ -13,7 +13,7 @@ PROMISES = (
     Breakage(
         "large streams: memory of a fixed size stays in float32",
         "memory/constant.py",
-        "memory = self.changed(_double) if is_large and not self._is_double else self",
+        "memory = self.changed(_to_float64) if is_large and not self._is_float64 else self",
         "memory = self",
         (Law("parts/test_large_streams", "finite and running"),),
     ),
@@ -27,7 +27,7 @@ PROMISES = (
     Breakage(
         "large streams: files of huge numbers are taken for others",
         "memory/constant.py",
-        "return memory if memory._is_double or not _hold_large(tensors) else memory.changed(_double)",
+        "return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)",
         "return memory",
         (Law("parts/test_large_streams", "files"),),
     ),
@@ -140,7 +140,7 @@ PROMISES = (
         "no memory: the tokens that found no room are counted",
         "memory/stream.py",
         "            group.memory.make_room(query, key, value)\n",
-        "            self._taken += 1\n            group.memory.make_room(query, key, value)\n",
+        "            self._processed += 1\n            group.memory.make_room(query, key, value)\n",
         (Law("parts/test_held_rows", "without_room"),),
     ),
     Breakage(

@@ -11,7 +11,6 @@ import fewkeys as fk
 from fewkeys.core.buffer import Buffer
 from fewkeys.execute import dispatch
 from fewkeys.memory import Stream
-from fewkeys.memory.base import Held
 from fewkeys.memory.rows import LARGEST, HeldRows
 from tiny_models import llama, tokens
 
@@ -50,7 +49,7 @@ def test_rows_are_read_back_to_half_a_quantum(dtype, leaves, power, dims, seed):
     g = torch.Generator().manual_seed(seed)
     key, value = (torch.randn(2, 1, 7, dim, generator=g).mul(2.0**power).to(dtype) for dim in dims)
     key[0, 0, 0], value[1, 0, 3] = 0, 0
-    rows = HeldRows.empty(Held(leaves), key, value)
+    rows = HeldRows.empty(leaves, key, value)
     rows.append(key[:, :, :3], value[:, :, :3])
     rows.append(key[:, :, 3:], value[:, :, 3:])
     for part, read in zip((key, value), rows.read(0, 7), strict=True):
@@ -69,7 +68,7 @@ def test_it_is_the_plan_over_keys_as_they_are_read(leaves, dtype, impl, monkeypa
         monkeypatch.setattr(dispatch.native, "unsupported", lambda problem: "expected none")
     q, k, v = draw(dtype)
     actual = feed(fk.stream(PLAN, leaves=leaves), (q, k, v), [300, 1, 100, 18, 1])
-    rows = HeldRows.empty(Held(leaves), k, v)
+    rows = HeldRows.empty(leaves, k, v)
     rows.append(k, v)
     k, v = rows.read(0, COUNT)
     want = fk.attention(q.to(k.dtype), k, v, plan=PLAN, is_causal=True)

@@ -106,7 +106,7 @@ NUMBERS = [
     "state.summary.rows",
     "state.summary.excess",
     "state.summary.seen.key",
-    "state.asked",
+    "state.unit_queries",
 ]
 NUMBERS += [
     "state.summary.seen.value",

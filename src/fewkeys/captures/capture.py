@@ -156,8 +156,8 @@ class Capture(Facts):
 
     def digest(self, layer: int) -> str:
         """A fingerprint of all that attention in a layer depends on: tensors, scale, and which sequences there are."""
-        own = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
-        files = sorted(item for item in self.files.items() if item[0].startswith(own))
+        of_layer = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
+        files = sorted(item for item in self.files.items() if item[0].startswith(of_layer))
         facts = [files, self.scales[layer], self.is_causal, str(self._part)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

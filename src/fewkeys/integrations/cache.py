@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
 from fewkeys.integrations.masks import SLIDING, layer_window
-from fewkeys.memory.base import Held, LeafType
+from fewkeys.memory.base import LeafType, check_leaves
 from fewkeys.memory.stream import Stream
 from fewkeys.plan import Plan
 from fewkeys.select import Window
@@ -59,10 +59,11 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    layers, how = _layers(model, plan), Held(leaves or "int8")
+    check_leaves(leaves)
+    layers = _layers(model, plan)
     if leaves == "int8" and not any(one.scanned for plans, _ in layers for one in plans):
         raise ValueError(f"leaves: expected None without a layer of KeyScan, got {leaves}")
-    return StreamCache(model, layers, how.dtype)
+    return StreamCache(model, layers, leaves or "int8")
 
 
 def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:

@@ -230,14 +230,14 @@ _OWN = "_fewkeys_own"
 def _mask(**kwargs: Any) -> Tensor | None:
     """The mask function of transformers: the model's own where no plan of the model is in force."""
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
-    entry, own = switch.held.get(id(config)), switch.own_implementation(config)
+    entry, implementation = switch.held.get(id(config)), switch.own_implementation(config)
     holders = () if entry is None else entry.holders
-    if own is None or is_of_stream or in_force(filter(None, holders)):
+    if implementation is None or is_of_stream or in_force(filter(None, holders)):
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
-    mask: Tensor | None = masks[own](**kwargs) if own in masks else None
+    mask: Tensor | None = masks[implementation](**kwargs) if implementation in masks else None
     if isinstance(mask, Tensor) and not torch.compiler.is_compiling():
         vars(mask)[_OWN] = True
     return mask
@@ -259,10 +259,10 @@ def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     """The attention function of the model itself."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = switch.own_implementation(getattr(module, "config", None))
-    if own == "eager":
+    implementation = switch.own_implementation(getattr(module, "config", None))
+    if implementation == "eager":
         return getattr(sys.modules[type(module).__module__], "eager_attention_forward", _sdpa())
-    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(own, _sdpa())
+    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(implementation, _sdpa())
     return attend
 
 

@@ -84,8 +84,8 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
 def own_implementation(config: Any) -> str | None:
     """The implementation that a configuration has without us; None: unknown, as in a copy of a switched one."""
     entry = held.get(id(config))
-    own: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
-    return None if own == NAME else own
+    name: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
+    return None if name == NAME else name
 
 
 def _set(config: Any, implementation: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The past of streams and caches: what a causal plan remembers, and no more."""
+"""The memory of streams and caches: what a causal plan keeps of earlier tokens."""
 
 from fewkeys.memory.stream import Stream, stream
 

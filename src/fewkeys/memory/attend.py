@@ -1,4 +1,4 @@
-"""What the newest queries of a stream see: near tokens, sinks and stand-ins, each key once."""
+"""Attention of the newest queries of a stream to near tokens, sinks and stand-ins, each key once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tenso
 
 
 def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
-    """(M, near): which near keys the queries at `places` (M,) see as near ones."""
+    """(M, near): the near keys that the queries at `places` (M,) see."""
     near, last = state.near, state.length - 1
     place, query = torch.arange(near.first, near.stop, device=places.device), places[:, None]
     seen = place > query - parts.window
@@ -59,7 +59,7 @@ def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
 
 
 def _among_near(state: State, part: Tokens, seen: Tensor) -> Tensor:
-    """(B, Hkv, M, K): which of the tokens a query sees among the near ones already."""
+    """(B, Hkv, M, K): which of the tokens are near keys that a query sees, so that they do not count again."""
     index = part.place - state.near.first
     inside = (index >= 0) & (index < seen.shape[1])
     index = index.clamp(0, seen.shape[1] - 1).unsqueeze(2).expand(-1, -1, len(seen), -1)

@@ -1,4 +1,4 @@
-"""What a stream knows of memory: what every kind of it can do, whatever it holds."""
+"""The interface of a stream's memory, which every kind of memory has."""
 
 from __future__ import annotations
 
@@ -13,32 +13,28 @@ from fewkeys.core.validation import FLOATS
 from fewkeys.plan import Plan
 
 LeafType = Literal["model", "int8"]
+"""The form of stored keys and values: the dtype of the model, or int8 with a scale for each row."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """How keys and values are held: in which dtype; "model": as they come."""
-
-    dtype: LeafType = "model"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in get_args(LeafType):
-            raise ValueError(f"leaves: expected None, 'model' or 'int8', got {self.dtype!r}")
+def check_leaves(leaves: object) -> None:
+    """Raise `ValueError` for a form of keys and values that is not known; None is the default of the caller."""
+    if leaves is not None and leaves not in get_args(LeafType):
+        raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
 
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What memory goes by: the plan, how keys and values are held, and how many tokens can be taken back."""
+    """The plan, the form of stored keys and values, and the number of latest tokens that can always be removed."""
 
     plan: Plan
-    how: Held
+    leaves: LeafType
     undo: int
 
 
 class Memory(Protocol):
-    """What a stream holds of sequences whose real tokens come together: `Fields`, of tokens in `dtype`.
+    """The memory of sequences that have the same padding. Its tensors are `Fields`, and its tokens have type `dtype`.
 
-    Every change gives a new memory, and the one before is of no more use.
+    Every change returns a new memory. The old one may share tensors with it, so it must not be used again.
     """
 
     @property
@@ -46,40 +42,40 @@ class Memory(Protocol):
 
     @staticmethod
     def check(plan: Plan) -> None:
-        """`TypeError` or `ValueError` for a plan that no such memory can run."""
+        """Raise `TypeError` or `ValueError` for a plan that this memory does not support."""
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Memory:
-        """Memory before the first token, in the shape of keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
-        """What `facts` and `tensors` gave after `count` tokens; `ValueError` where that is no such memory."""
+        """The memory of `count` tokens with these `facts()` and `tensors()`; `ValueError` if they are not valid."""
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Make room for what `take` will be given; `MemoryError` where there is none, and nothing has changed."""
+        """Allocate memory for the arguments of `extend`. Raises `MemoryError` before anything has changed."""
 
-    def take(
+    def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Self, Tensor | None]:
-        """With the tokens key (B, Hkv, N, D) and value (B, Hkv, N, Dv), and the outputs (B, Hq, N, Dv) of their queries
-        (B, Hq, N, D), if there are any. `is_large`: sums of their squares may have no float.
+        """The memory with N more tokens, keys (B, Hkv, N, D) and values (B, Hkv, N, Dv), and the outputs (B, Hq, N, Dv)
+        of their queries (B, Hq, N, D), if there are any. `is_large`: the squares of their entries may overflow.
         """
 
     def refusal(self, count: int) -> str | None:
-        """Why what came after the first `count` tokens cannot be forgotten any more, None where it can."""
+        """The reason why `crop(count)` is impossible; None where it is possible."""
 
     def crop(self, count: int) -> Self:
-        """Without what came after the first `count` tokens, which is not refused."""
+        """The memory of the first `count` tokens."""
 
     def merge(self, other: Self) -> Self:
-        """As if the tokens of another memory of the same plan had come next."""
+        """The memory of these tokens and then those of `other`, which has the same plan."""
 
-    def like(self) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, Hkv, any, D or Dv) as they are held."""
+    def template(self) -> tuple[Tensor, Tensor]:
+        """Stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv), for their shapes and device."""
 
     def facts(self) -> dict[str, Any]:
-        """What is to be written beside the tensors, as JSON knows it."""
+        """What a file holds beside the tensors, as JSON values."""
 
     def tensors(self, root: str = "") -> dict[str, Tensor]: ...
 
@@ -89,7 +85,7 @@ class Memory(Protocol):
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype of keys that a file names; `ValueError` for others."""
+    """The floating dtype of this name in a file; `ValueError` for any other."""
     kinds = {str(dtype): dtype for dtype in FLOATS}
     if name not in kinds:
         raise ValueError(f"expected a dtype of floating-point numbers, got {name}")
@@ -97,7 +93,7 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
-    """Keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) under the names "key" and "value", by which all else must go."""
+    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file, their shapes checked against each other."""
     key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
     if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
         raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")

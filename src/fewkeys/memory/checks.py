@@ -1,4 +1,4 @@
-"""What a stream lets in."""
+"""Checks of the tokens and queries that a stream receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fewkeys.core.validation import check_finite, check_tensor, largest_entries
 
 
 class Kind(NamedTuple):
-    """What tokens that follow each other share."""
+    """The sizes, dtype and device of tokens, which stay the same in a stream."""
 
     batch: int
     heads: int
@@ -23,9 +23,9 @@ class Kind(NamedTuple):
     device: torch.device
 
 
-class Came(NamedTuple):
-    """Tokens that came: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which are real (B, N; None: all), and the largest
-    entries of both.
+class NewTokens(NamedTuple):
+    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), `real` (B, N), False for padding (None: all are
+    real), and the largest magnitudes in both.
     """
 
     key: Tensor
@@ -39,8 +39,8 @@ class Came(NamedTuple):
         return Kind(batch, heads, dim, self.value.shape[3], self.key.dtype, self.key.device)
 
 
-def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> Came:
-    """Tokens, once keys and values match each other and the kind of those `before`."""
+def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
+    """The tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
     k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
@@ -55,22 +55,22 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
     elif key_mask is not None:
         what = f"{key_mask.dtype} {tuple(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask)
         raise ValueError(f"key_mask: expected a bool tensor {(k.shape[0], k.shape[2])}, got {what}")
-    came = Came(k, v, real, largest_entries(k, v))
-    if before is not None and came.kind != before:
-        new, old = came.kind, before
+    tokens = NewTokens(k, v, real, largest_entries(k, v))
+    if before is not None and tokens.kind != before:
+        new, old = tokens.kind, before
         name = "key" if (*new[:3], *new[4:]) != (*old[:3], *old[4:]) else "value"
         sizes = [(*kind[:2], kind.dim if name == "key" else kind.value_dim) for kind in (old, new)]
         raise ValueError(
             f"{name}: expected (batch, heads, dim) = {sizes[0]}, {old.dtype} on {old.device} like the tokens before, "
             f"got {sizes[1]}, {new.dtype} on {new.device}"
         )
-    if not all(map(math.isfinite, came.largest)):
+    if not all(map(math.isfinite, tokens.largest)):
         check_finite(key=k, value=v)
-    return came
+    return tokens
 
 
 def check_query(query: Tensor, key: Tensor) -> float:
-    """The largest entry of queries; `ValueError` where they cannot ask for the last of these keys."""
+    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys."""
     batch, heads, tokens, dim = key.shape
     shape = query.shape
     if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:

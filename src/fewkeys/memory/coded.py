@@ -1,11 +1,11 @@
-"""Memory of every token, with codes of the keys that each query scans: all is held, little is read.
+"""Memory of every token, with codes of the keys. A query scans the codes and reads the few keys that it chooses.
 
-    rows                 keys and values: as they come while exact attention is faster, then as they are to be held
-    codes, sigma, sums   of every finished block of 32 of them
+    rows                 keys and values; converted to int8, if that is asked for, once exact attention is slower
+    codes, sigma, sums   of every complete block of 32 keys
 
-Tokens before `exact_length` are answered exactly, whatever comes later, and all others by the plan: so a token's answer
-does not depend on the pieces that tokens come in. Numbers so large that codes need other units
-(`fewkeys.core.extent`), which later ones may change, are coded again at every call.
+The first `exact_length` tokens attend exactly, and all later ones by the plan. So the output of a token does not
+depend on the pieces in which tokens come. Keys so large that their squares may overflow are rescaled
+(`fewkeys.core.extent`). A later key may change the scale, so all are coded again at every call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fewkeys.execute import dispatch, exact, native
 from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
-from fewkeys.memory.base import Held, Rules, named_dtype
+from fewkeys.memory.base import Rules, named_dtype
 from fewkeys.memory.rows import HeldRows
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
@@ -39,38 +39,36 @@ from fewkeys.select.key_scan import Scanned, codes_of
 from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
 
 LEAST = 8
-"""Blocks that there is room for at first."""
-AS_THEY_COME = Held()
+"""Blocks for which memory is allocated at first."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What `Coded.facts` gives."""
+    """The content of `Coded.facts`."""
 
     dtype: str
 
 
 @dataclass(frozen=True, eq=False)
 class Coded(Fields):
-    """What sequences leave under `KeyScan` (`fewkeys.memory.base.Memory`).
+    """The memory of `KeyScan` (`fewkeys.memory.base.Memory`).
 
-    A block is coded once, from keys as they are held; tokens are taken back by forgetting the last ones. codes
-    (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): over all keys and
-    values before each block, and before the end.
+    A block is coded once, from the stored keys. codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums
+    (B, Hkv, 1 + blocks, D + Dv): the sums of all keys and values before each block, and of all complete blocks.
     """
 
     rules: Rules
     rows: HeldRows
     later: HeldRows | None = field(metadata=DERIVED)
-    """Where `rows` go once exact attention is slower; None: they are there."""
+    """Replaces `rows` once exact attention is slower; None: it has, or both are the same."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
     is_large: bool = False
     exact_until: int | None = None
-    """How many first tokens are answered exactly; None before the first query."""
+    """The number of first tokens that attend exactly; None before the first query."""
     step: Step | None = None
-    """How the last token was answered."""
+    """The prepared call of the last token."""
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -79,9 +77,9 @@ class Coded(Fields):
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Coded:
-        rows, later = HeldRows.empty(rules.how, key, value), None
-        if rules.plan.exact_if_faster and rules.how != AS_THEY_COME:
-            rows, later = HeldRows.empty(AS_THEY_COME, key, value), rows
+        rows, later = HeldRows.empty(rules.leaves, key, value), None
+        if rules.plan.exact_if_faster and rules.leaves != "model":
+            rows, later = HeldRows.empty("model", key, value), rows
         none = working(key[:, :, :0])
         codes = encode(none, Frame.of(none))
         zero = none.new_zeros((*none.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
@@ -100,7 +98,7 @@ class Coded(Fields):
         elif query is not None and total > exact_length(self.rules.plan, query, key, value, _one_token):
             self.later.make_room(total)
 
-    def take(
+    def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Coded, Tensor | None]:
         memory = replace(self, is_large=True) if is_large and not self.is_large else self
@@ -112,14 +110,14 @@ class Coded(Fields):
             memory = replace(memory, exact_until=until)
         first = memory.exact_until - memory.rows.count  # type: ignore[operator]
         if first <= 0:
-            return memory._take(query, key, value, scale, by_plan=True)
+            return memory._extend(query, key, value, scale, by_plan=True)
         if first >= key.shape[2]:
-            return memory._take(query, key, value, scale, by_plan=False)
+            return memory._extend(query, key, value, scale, by_plan=False)
         (query, later_query), (key, later_key), (value, later_value) = (
             rows.split([first, rows.shape[2] - first], 2) for rows in (query, key, value)
         )
-        memory, exactly = memory._take(query, key, value, scale, by_plan=False)
-        memory, by_plan = memory._take(later_query, later_key, later_value, scale, by_plan=True)
+        memory, exactly = memory._extend(query, key, value, scale, by_plan=False)
+        memory, by_plan = memory._extend(later_query, later_key, later_value, scale, by_plan=True)
         return memory, torch.cat([exactly, by_plan], 2)
 
     def select(self, index: Tensor) -> Coded:
@@ -137,11 +135,11 @@ class Coded(Fields):
 
     def merge(self, other: Coded) -> Coded:
         memory = replace(self, is_large=self.is_large or other.is_large)
-        memory = memory._closed() if other.later is None else memory
+        memory = memory._converted() if other.later is None else memory
         memory.rows.join(other.rows)
         return memory
 
-    def like(self) -> tuple[Tensor, Tensor]:
+    def template(self) -> tuple[Tensor, Tensor]:
         return self.rows.key.rows, self.rows.value.rows
 
     def facts(self) -> dict[str, Any]:
@@ -150,7 +148,7 @@ class Coded(Fields):
     @staticmethod
     def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Coded:
         rows = HeldRows.checked(tensors, named_dtype(build(_Facts, facts).dtype), "rows.")
-        if rows.scale is not None and rules.how.dtype != "int8":
+        if rows.scale is not None and rules.leaves != "int8":
             raise ValueError("expected keys as they came, got some in int8")
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
@@ -158,19 +156,19 @@ class Coded(Fields):
         sizes = (0.0, *largest_entries(key, value))
         large = needs_rescaling(sizes, 1.0, key.shape[3], working(key[:0]).dtype)
         memory = replace(Coded.begin(rules, key.to(rows.dtype), value.to(rows.dtype)), is_large=large)
-        memory = memory._closed() if rows.scale is not None else memory
+        memory = memory._converted() if rows.scale is not None else memory
         memory.rows.join(rows)
         return memory
 
-    def _closed(self) -> Coded:
-        """With what came so far as it is to be held."""
+    def _converted(self) -> Coded:
+        """The memory with all rows in their final form."""
         if self.later is None:
             return self
         self.later.join(self.rows)
         return replace(self, rows=self.later, later=None)
 
-    def _take(self, query: Tensor, key: Tensor, value: Tensor, scale: float, by_plan: bool) -> tuple[Coded, Tensor]:
-        memory = self._closed() if by_plan else self
+    def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, by_plan: bool) -> tuple[Coded, Tensor]:
+        memory = self._converted() if by_plan else self
         memory.rows.append(key, value)
         if not by_plan:
             return memory, exact.attend(memory._inputs(query, scale), self.rules.plan.weights)
@@ -184,7 +182,7 @@ class Coded(Fields):
         return memory, memory.step.attend(memory, query, scale)  # type: ignore[union-attr]
 
     def held(self) -> tuple[Tensor, ...]:
-        """All memory that a kernel reads."""
+        """All buffers that a kernel reads."""
         return tuple(buffer.held for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
@@ -193,7 +191,7 @@ class Coded(Fields):
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self.is_large)
 
     def problem(self, query: Tensor, scale: float) -> Problem:
-        """What is left to the executor: the last tokens' queries (B, Hq, N, D), and codes and sums of all blocks."""
+        """The problem of the last tokens' queries (B, Hq, N, D), with the codes and sums of all blocks."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma = self.codes.rows, self.sigma.rows
@@ -205,7 +203,7 @@ class Coded(Fields):
         return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, plan.weights)
 
     def _finish_blocks(self) -> None:
-        """Codes and sums of the blocks that are finished and have none yet."""
+        """Code the blocks that have become complete, and add their sums."""
         start, stop = self.codes.count * BLOCK, self.rows.count // BLOCK * BLOCK
         if start == stop:
             return
@@ -219,9 +217,9 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """How a token is answered by the plan: all tokens of a block of 32 see the same codes, sums and ranges.
+    """The kernel call of a decoded token. All tokens of a block of 32 see the same codes, sums and ranges.
 
-    `call`: arguments of the kernel that serve the whole block; None: every token poses its problem anew.
+    `call`: arguments of the kernel that hold for the whole block; None: each token makes its own problem.
     """
 
     shape: torch.Size
@@ -236,9 +234,9 @@ class Step:
         return Step(query.shape, scale, block, memory.held(), native.repeated(memory.problem(query, scale)))
 
     def serves(self, memory: Coded, query: Tensor, scale: float) -> bool:
-        """Whether the next token is one of the same block, after tokens in the same memory."""
+        """Whether the call holds for the next token: it is in the same block, and the buffers are the same."""
         same = (self.shape, self.scale, self.block) == (query.shape, scale, (memory.rows.count - 1) // BLOCK)
-        return same and all(mine is theirs for mine, theirs in zip(self.held, memory.held(), strict=True))
+        return same and all(one is other for one, other in zip(self.held, memory.held(), strict=True))
 
     def attend(self, memory: Coded, query: Tensor, scale: float) -> Tensor:
         """The output (B, Hq, 1, Dv) of the last token's query."""
@@ -247,21 +245,21 @@ class Step:
         return self.call.attend(query, memory.rows.count, memory.rows.count - 1)
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the memory finds its own."""
+        """None: a copy of the memory has other buffers, and prepares its own call."""
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What takes one token more, answered exactly and by the plan, after those of the inputs."""
-    x, rules = inputs, Rules(plan.never_exact(), AS_THEY_COME, 0)
+    """Two functions that add one token after those of the inputs: one attends exactly, one by the plan."""
+    x, rules = inputs, Rules(plan.never_exact(), "model", 0)
     memories = [Coded.begin(rules, x.key, x.value) for _ in range(2)]
     for memory in memories:
         memory.rows.append(x.key, x.value)
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
     def exactly() -> Tensor:
-        return memories[0]._take(*token, by_plan=False)[1]
+        return memories[0]._extend(*token, by_plan=False)[1]
 
     def by_plan() -> Tensor:
-        return memories[1]._take(*token, by_plan=True)[1]
+        return memories[1]._extend(*token, by_plan=True)[1]
 
     return exactly, by_plan

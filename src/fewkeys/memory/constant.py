@@ -2,9 +2,9 @@
 
     appended keys -> near (exact) -> sinks (exact) -> summary: means of everything else
 
-What is kept depends on the plan alone, not on the length. From the first token on whose numbers are so large that
-sums of their squares would have no float (`fewkeys.core.extent`), everything is held in float64: later ones may be
-larger still, so no unit would serve.
+The size depends on the plan alone, not on the length. From the first token on whose entries are so large that sums of
+their squares may overflow (`fewkeys.core.extent`), everything is kept in float64. Rescaling would not do, since later
+entries may be larger still.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen
 
 @dataclass(frozen=True)
 class _Facts:
-    """What `Constant.facts` gives."""
+    """The content of `Constant.facts`."""
 
     moved: int
     dtype: str
@@ -41,10 +41,10 @@ class _Facts:
 
 @dataclass(frozen=True, eq=False)
 class Constant(Fields):
-    """What sequences leave under a plan that forgets (`fewkeys.memory.base.Memory`).
+    """Memory of a fixed size (`fewkeys.memory.base.Memory`).
 
-    dtype: of the tokens as they come; before: what was held at the ends of the latest units, as far as the last `undo`
-    tokens began in them.
+    dtype: of the tokens as they come; before: the memories at the ends of the latest units, which the last `undo`
+    tokens need for `crop`.
     """
 
     rules: Rules
@@ -63,22 +63,22 @@ class Constant(Fields):
         return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """There is no need: memory does not grow."""
+        """This memory does not grow."""
 
-    def take(
+    def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:
-        """Unit by unit."""
-        memory = self.changed(_double) if is_large and not self._is_double else self
+        """One unit after the other."""
+        memory = self.changed(_to_float64) if is_large and not self._is_float64 else self
         parts, outputs, done = self.parts, [], 0
         key, value = (rows.to(memory.state.near.key.dtype) for rows in (key, value))
         while done < key.shape[2]:
-            memory = memory._moved()
+            memory = memory._begin_unit()
             state = memory.state
             stop = min(key.shape[2], done + parts.unit - state.length % parts.unit)
             rows = None
             if query is not None:
-                rows = query[:, :, done:stop].to(state.asked.dtype).unflatten(1, (key.shape[1], -1)) * scale
+                rows = query[:, :, done:stop].to(state.unit_queries.dtype).unflatten(1, (key.shape[1], -1)) * scale
             state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, sinks=parts.sinks)
             if rows is not None:
                 outputs.append(attend(state, parts, self.rules.plan.weights, rows))
@@ -106,7 +106,7 @@ class Constant(Fields):
             "fixed size cannot be joined; append the tokens themselves"
         )
 
-    def like(self) -> tuple[Tensor, Tensor]:
+    def template(self) -> tuple[Tensor, Tensor]:
         return self.state.near.key, self.state.near.value
 
     def facts(self) -> dict[str, Any]:
@@ -114,27 +114,27 @@ class Constant(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Constant:
-        came, (key, value) = build(_Facts, facts), named_rows(tensors, "state.near.")
-        dtype = named_dtype(came.dtype)
+        saved, (key, value) = build(_Facts, facts), named_rows(tensors, "state.near.")
+        dtype = named_dtype(saved.dtype)
         if key.dtype not in (dtype, torch.float64):
             raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")
         empty = Constant.begin(rules, key, value)
-        _check(tensors, count, came.moved, empty)
+        _check(tensors, count, saved.moved, empty)
         memory = empty.with_tensors(tensors)
         near = replace(memory.state.near, first=count - key.shape[2])
-        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=came.moved, near=near))
-        return memory if memory._is_double or not _hold_large(tensors) else memory.changed(_double)
+        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=saved.moved, near=near))
+        return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)
 
     @property
-    def _is_double(self) -> bool:
+    def _is_float64(self) -> bool:
         return self.state.near.key.dtype == torch.float64
 
     @property
     def _tilted(self) -> bool:
         return isinstance(self.rules.plan.weights, Softmax)
 
-    def _moved(self) -> Constant:
-        """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""
+    def _begin_unit(self) -> Constant:
+        """If a unit begins here: evicted keys enter the summary, and near keys that no query needs are removed."""
         parts, state, before = self.parts, self.state, self.before
         start = state.length
         if start == state.moved or start % parts.unit:
@@ -147,12 +147,12 @@ class Constant(Fields):
         return replace(self, state=state.trim(parts.needed_from(start)), before=before)
 
     def _evicted(self, start: int, stop: int) -> Tokens:
-        """The near tokens at the places start .. stop - 1 that are no sinks; none where no means stand in for them."""
+        """The near tokens at places start .. stop - 1 that are not sinks; none if the plan has no means."""
         near = self.state.near.between(start, stop if self.parts.means else start)
-        return near.tokens().but(self.state.sinks.tokens())
+        return near.tokens().without(self.state.sinks.tokens())
 
 
-def _double(part: Tensor) -> Tensor:
+def _to_float64(part: Tensor) -> Tensor:
     return part.double() if part.is_floating_point() else part
 
 
@@ -161,7 +161,7 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
     parts, since = empty.parts, length - moved
     if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
         raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
-    near, asked = tensors["state.near.key"].shape[2], tensors["state.asked"]
+    near, queries = tensors["state.near.key"].shape[2], tensors["state.unit_queries"]
     if not length - parts.needed_from(moved) <= near <= length:
         raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
     counts = {"state.near.": near, "state.sinks.": min(parts.sinks, length)}
@@ -170,10 +170,10 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
         count = next((count for root, count in counts.items() if name.startswith(root)), None)
         shape = like.shape if count is None else (*like.shape[:2], count, *like.shape[3:])
         forms[name] = Form(tuple(shape), like.dtype, infinite=name == "state.summary.excess")
-    head = forms["state.asked"].shape
-    ratio = max(1, asked.shape[2]) if asked.ndim > 2 else 1
-    forms["state.asked"] = forms["state.asked"]._replace(shape=(*head[:2], ratio, since, head[4]))
-    forms["state.answered"] = forms["state.answered"]._replace(shape=(head[0], since))
+    head = forms["state.unit_queries"].shape
+    ratio = max(1, queries.shape[2]) if queries.ndim > 2 else 1
+    forms["state.unit_queries"] = forms["state.unit_queries"]._replace(shape=(*head[:2], ratio, since, head[4]))
+    forms["state.has_query"] = forms["state.has_query"]._replace(shape=(head[0], since))
     forms |= {name: forms[name]._replace(least=0) for name in _COUNTS}
     check(tensors, forms)
     size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]

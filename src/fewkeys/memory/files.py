@@ -1,4 +1,4 @@
-"""Streams as one file: plans and counters in the header, memory as tensors."""
+"""Files of streams: plans and counts in the header, memory as tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fewkeys.core.validation import check_count
 
 FORMAT = 5
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
-"""What the contents of a file may raise."""
+"""The errors that damaged contents of a file may cause."""
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
-"""What a file says and holds of a stream."""
+"""The header and the tensors of a stream."""
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The number of a group's plan, where its sequences are padded, and what its memory says of itself."""
+    """The number of a group's plan, its padding, and the facts of its memory."""
 
     plan: int
     gaps: list[list[int]]
@@ -32,7 +32,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The plans as `Plan.to_dict` gives them, the scale, how leaves are held, the tokens seen, and all groups."""
+    """The plans as `Plan.to_dict` gives them, the scale, the form of leaves, the number of tokens, and all groups."""
 
     plans: list[dict[str, Any]]
     scale: float | None
@@ -55,13 +55,13 @@ class _Header:
 
 
 def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
-    """Write the contents of streams to one file, whole or not at all."""
+    """Write the contents of streams to one file, completely or not at all."""
     tensors = {f"{number}/{name}": part for number, (_, held) in enumerate(streams) for name, part in held.items()}
     tensor_files.write(path, kind, {"format": FORMAT, "streams": [facts for facts, _ in streams]}, tensors)
 
 
 def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str, Tensor]]]:
-    """The contents of all streams of a file; `ValueError` where it is damaged or none of this kind."""
+    """The contents of all streams of a file; `ValueError` if it is damaged or of another kind."""
     header, tensors = tensor_files.read(path, kind)
     streams = [(facts, taken(tensors, f"{number}/")) for number, facts in enumerate(build(_Header, header).streams)]
     if tensors:

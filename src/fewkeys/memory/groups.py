@@ -1,7 +1,6 @@
-"""Which sequences and key heads of a stream go together: those that have one plan and are padded alike.
+"""Groups of a stream: the sequences and key heads that have the same plan and the same padding.
 
-Padding goes nowhere: memory sees real tokens alone, and positions are counted over these, so a sequence answers as it
-would alone, wherever its padding stands.
+Memory receives real tokens only, and positions count these. So the outputs of a sequence do not depend on its padding.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import Tensor
 from fewkeys.memory.base import Memory
 
 Gaps = tuple[tuple[int, int], ...]
-"""Where padding stands: places from the first on, before the second."""
+"""Ranges of padding: the place of the first token, and the place after the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The sequences `rows` (M,) and the key heads `heads` (H,) of a batch, where they are padded, and their memory.
+    """The sequences `rows` (M,) and the key heads `heads` (H,) of a batch, their padding, and their memory.
 
-    `plan`: the number of their plan among those of the stream.
+    `plan`: the number of the plan in the stream.
     """
 
     plan: int
@@ -32,7 +31,7 @@ class Group:
     memory: Memory
 
     def by_padding(self, real: Tensor) -> list[Group]:
-        """Parts that are padded alike in `real` (B, N)."""
+        """The group cut into groups whose rows of `real` (B, N) are equal."""
         kinds, kind = real[self.rows].unique(dim=0, return_inverse=True)
         if len(kinds) == 1:
             return [self]
@@ -40,55 +39,55 @@ class Group:
         return [replace(self, rows=self.rows[part], memory=self.memory.select(part)) for part in parts]
 
     def places(self, tokens: Tensor, real: Tensor | None, ratio: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """The index into `tokens` (B, ratio x key heads, N, X) of the real ones of this group."""
+        """The index of the group's real rows in `tokens` (B, ratio x key heads, N, X)."""
         inside = torch.arange(tokens.shape[2], device=tokens.device)
         inside = inside if real is None else inside[real[self.rows[0]]]
         heads = (self.heads[:, None] * ratio + torch.arange(ratio, device=self.heads.device)).flatten()
         return self.rows[:, None, None], heads[:, None], inside
 
     def padded(self, real: Tensor, first: int) -> Group:
-        """The same after the tokens of `real` (B, N), from place `first` on."""
+        """The group with the padding of further tokens, `real` (B, N), which begin at place `first`."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
 
     def count(self, length: int) -> int:
-        """Real tokens among the first `length`."""
+        """The number of real tokens among the first `length`."""
         return real_tokens(self.gaps, length)
 
     def crop(self, length: int) -> Group:
-        """The same without what came from place `length` on."""
+        """The group without the tokens from place `length` on."""
         gaps = tuple((start, min(stop, length)) for start, stop in self.gaps if start < length)
         return replace(self, gaps=gaps, memory=self.memory.crop(self.count(length)))
 
     def select(self, index: Tensor) -> Group | None:
-        """The same for the sequences `index` of the batch, if any of them is here."""
+        """The group with the sequences `index` of the batch; None if it has none of them."""
         at = (index[:, None] == self.rows).nonzero()
         return replace(self, rows=at[:, 0], memory=self.memory.select(at[:, 1])) if len(at) else None
 
     def merge(self, other: Group, length: int) -> Group | None:
-        """The sequences of both, which have one plan, as if those of `other` had come after `length` tokens."""
-        mine, theirs = (self.rows[:, None] == other.rows).nonzero().unbind(1)
-        if not len(mine):
+        """The sequences that both have, the tokens of `other` after the `length` tokens of this group."""
+        here, there = (self.rows[:, None] == other.rows).nonzero().unbind(1)
+        if not len(here):
             return None
-        memory = self.memory.select(mine).merge(other.memory.select(theirs))
+        memory = self.memory.select(here).merge(other.memory.select(there))
         gaps = tuple((start + length, stop + length) for start, stop in other.gaps)
-        return replace(self, rows=self.rows[mine], gaps=joined(self.gaps, gaps), memory=memory)
+        return replace(self, rows=self.rows[here], gaps=joined(self.gaps, gaps), memory=memory)
 
 
 def real_tokens(gaps: Gaps, length: int) -> int:
-    """Real tokens among the first `length`."""
+    """The number of real tokens among the first `length`."""
     return length - sum(min(stop, length) - start for start, stop in gaps if start < length)
 
 
 def joined(before: Gaps, after: Gaps) -> Gaps:
-    """Gaps followed by later ones."""
+    """All gaps, those that touch joined."""
     if before and after and before[-1][1] == after[0][0]:
         return (*before[:-1], (before[-1][0], after[0][1]), *after[1:])
     return before + after
 
 
 def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
-    """Gaps that a file names; `ValueError` unless they rise within `length` places."""
+    """The gaps of a file; `ValueError` unless they are in order and within `length` places."""
     edges = [place for gap in gaps for place in gap]
     if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
         raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")
@@ -96,7 +95,7 @@ def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
 
 
 def checked_rows(rows: Tensor) -> Tensor:
-    """Sequences that a file names."""
+    """The rows of a file; `ValueError` unless they are numbers of sequences."""
     if rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
         raise ValueError(f"expected rows (sequences,) of torch.int64, got {tuple(rows.shape)} of {rows.dtype}")
     return rows

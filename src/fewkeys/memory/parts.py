@@ -1,4 +1,4 @@
-"""What the parts of a causal plan mean to a stream."""
+"""A causal plan in the terms of a stream."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from fewkeys.plan import Plan
 from fewkeys.select.base import Recent
 
 NEVER = 2**62
+"""A position that no sequence reaches."""
 WINDOW_UNIT = 32
-"""Positions between two moments at which the memory of a window changes."""
+"""Under a window, the memory changes once for so many positions."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A plan as a stream runs it.
+    """The numbers of a plan that a stream needs.
 
-    `unit`: positions between two moments at which the memory changes; every query between them sees the same memory.
+    `unit`: the memory changes once for so many positions; all queries of a unit see the same memory.
     """
 
     window: int
@@ -26,18 +27,18 @@ class Parts:
     unit: int
 
     def near_from(self, position: int) -> int:
-        """The first position that the recent blocks of the query at `position` reach; without any, one never met."""
+        """The first position in the recent blocks of the query at `position`; `NEVER` without recent blocks."""
         if self.recent is None:
             return NEVER
         return max(0, (position // self.recent.size - self.recent.blocks + 1) * self.recent.size)
 
     def needed_from(self, position: int) -> int:
-        """The first position whose key the query at `position` may ask for."""
+        """The first position whose key the query at `position` may need."""
         return max(0, min(self.near_from(position), position - self.window + 1))
 
 
 def parts_of(plan: Plan) -> Parts:
-    """The parts of a plan that a stream can run; `ValueError` for others."""
+    """The parts of a plan. Raises `ValueError` for a plan that no stream supports."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; budget(slots, is_causal=True)")
     if plan.keep is None:

@@ -1,7 +1,7 @@
-"""Keys and values as they are held: as they come, or in int8.
+"""Stored keys and values, in the dtype in which they come or in int8.
 
-Under int8 a key is `round(k / s)` with a scale `s = max |k| / 127` of its own, in float32, and so is a value: off by
-s / 2 at most.
+In int8 a key k is `round(k / s)` with its own scale `s = max |k| / 127` in float32, so it is wrong by s / 2 at most.
+Values are stored in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fewkeys.core.buffer import Buffer
 from fewkeys.core.fields import Fields
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.memory.base import Held, named_rows
+from fewkeys.memory.base import LeafType, named_rows
 
 LARGEST = 127
 
@@ -25,7 +25,7 @@ LARGEST = 127
 class HeldRows(Fields):
     """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens, which came in `dtype`.
 
-    scale (B, Hkv, N, 2): of both, under int8.
+    scale (B, Hkv, N, 2): the scales of key and value in int8; else None.
     """
 
     dtype: torch.dtype
@@ -34,9 +34,9 @@ class HeldRows(Fields):
     scale: Buffer | None
 
     @staticmethod
-    def empty(how: Held, key: Tensor, value: Tensor) -> HeldRows:
-        """None yet, in the shape of keys (B, Hkv, any, D) and values."""
-        rows = _written(key[:, :, :0], value[:, :, :0], how.dtype == "int8")
+    def empty(leaves: LeafType, key: Tensor, value: Tensor) -> HeldRows:
+        """No tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        rows = _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")
         buffers = [None if part is None else Buffer(part) for part in rows]
         return HeldRows(key.dtype, *buffers)  # type: ignore[arg-type]
 
@@ -49,20 +49,20 @@ class HeldRows(Fields):
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def make_room(self, count: int) -> None:
-        """Make room for so many tokens in all; `MemoryError` where there is none, and nothing has changed."""
+        """Allocate memory for `count` tokens in all. Raises `MemoryError` before anything has changed."""
         for buffer in self.buffers:
             buffer.make_room(count)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
-        key, value, scale = _written(key, value, self.scale is not None)
+        key, value, scale = _stored(key, value, self.scale is not None)
         self.key.append(key)
         self.value.append(value)
         if self.scale is not None and scale is not None:
             self.scale.append(scale)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, in working precision where they are held in int8."""
+        """The keys and values of some tokens; those in int8 are converted to working precision."""
         part = slice(start, stop)
         key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
         if self.scale is None:
@@ -71,7 +71,7 @@ class HeldRows(Fields):
         return key.to(kind) * scale[..., :1], value.to(kind) * scale[..., 1:]
 
     def join(self, other: HeldRows) -> None:
-        """Add the tokens of others."""
+        """Append the tokens of `other`."""
         if (self.scale is None) != (other.scale is None):
             self.append(*(rows.to(self.dtype) for rows in other.read(0, other.count)))
             return
@@ -80,7 +80,7 @@ class HeldRows(Fields):
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], dtype: torch.dtype, root: str) -> HeldRows:
-        """Rows of which `tensors` gave these; `ValueError` where they are none, of keys that came in `dtype`."""
+        """The rows in the tensors of a file, which came in `dtype`; `ValueError` if they are not valid."""
         key, value = named_rows(tensors, root)
         scale = tensors.get(f"{root}scale")
         forms = {root + name: Form(tuple(rows.shape), dtype) for name, rows in (("key", key), ("value", value))}
@@ -92,7 +92,8 @@ class HeldRows(Fields):
         return HeldRows(dtype, *buffers)  # type: ignore[arg-type]
 
 
-def _written(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values in the form in which they are stored, and their scales."""
     if not in_int8:
         return key, value, None
     (key, of_key), (value, of_value) = _rounded(key), _rounded(value)

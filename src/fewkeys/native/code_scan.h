@@ -122,13 +122,13 @@ class Scanner {
       // A mask of the blocks of a query, or of the queries of a block, that have scores above the bound, without
       // branches.
       for (int i = 0; dense && i < tile.rows; i++) {
-        uint32_t some = 0;
-        for (int b = 0; b < piece.blocks; b++) some |= (uint32_t)((of.above[b][i] & shown[b]) != 0) << b;
-        for (; some; some &= some - 1) add(i, __builtin_ctz(some));
+        uint32_t mask = 0;
+        for (int b = 0; b < piece.blocks; b++) mask |= (uint32_t)((of.above[b][i] & shown[b]) != 0) << b;
+        for (; mask; mask &= mask - 1) add(i, __builtin_ctz(mask));
       }
       for (int b = 0; !dense && b < piece.blocks; b++)
-        for (uint32_t some = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); some; some &= some - 1)
-          add(__builtin_ctz(some), b);
+        for (uint32_t mask = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); mask; mask &= mask - 1)
+          add(__builtin_ctz(mask), b);
     }
   }
 

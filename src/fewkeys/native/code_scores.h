@@ -92,8 +92,8 @@ static inline uint32_t finish(const shorts (&all)[2], const shorts (&upper)[2], 
   const __m512i sum =
       _mm512_add_epi16(_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd));
   const __m512i raised = _mm512_slli_epi16(sum, 8);
-  const __m512i own = _mm512_sub_epi16(sum, _mm512_maskz_shuffle_i64x2(0x33, raised, raised, 0xf5));
-  const __m512i centred = _mm512_sub_epi16(own, _mm512_set1_epi16(middle));
+  const __m512i low_sum = _mm512_sub_epi16(sum, _mm512_maskz_shuffle_i64x2(0x33, raised, raised, 0xf5));
+  const __m512i centred = _mm512_sub_epi16(low_sum, _mm512_set1_epi16(middle));
   const __m512i factor = _mm512_mullo_epi16(centred, _mm512_set1_epi16(unit));
   const __m512i x = _mm512_mulhrs_epi16(factor, _mm512_loadu_si512(sigma));
   _mm512_store_si512(score, x);
@@ -136,8 +136,8 @@ static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64
       const bytes code[2][2] = {{first & 15, second & 15}, {first >> 4, second >> 4}};
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const uint8_t *own = tables + r * bytes_each + at;
-        const bytes one = *(const bytes *)own, other = *(const bytes *)(own + BYTES);
+        const uint8_t *table = tables + r * bytes_each + at;
+        const bytes one = *(const bytes *)table, other = *(const bytes *)(table + BYTES);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
           const shorts sum = (shorts)(look_up(one, code[half][0]) + look_up(other, code[half][1]));

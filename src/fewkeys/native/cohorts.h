@@ -62,7 +62,7 @@ class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
-        most(round_up(2 * p.sample)), order(size), others(size), score(round_up(size)), some(most * wide), by(most),
+        most(round_up(2 * p.sample)), order(size), others(size), score(round_up(size)), picked(most * wide), by(most),
         half(most), along(wide), turned(wide), middle(wide), metric(wide * wide), square(wide * wide) {}
 
   void split(int64_t set) {
@@ -83,26 +83,26 @@ class Halver {
   std::vector<int32_t> order, others;
   std::vector<const float *> key;  // the rows whose mean and products are summed
   aligned_vector<float> score;
-  // some: sampled rows. by: their products with the direction, or their weights. half: -1 for rows of the smaller half.
+  // picked: sampled rows; by: their products with the direction, or their weights; half: -1 in the smaller half.
   // metric and square: matrices, padded to `wide` in both dimensions.
-  aligned_vector<float> some, by, half, along, turned, middle, metric, square;
+  aligned_vector<float> picked, by, half, along, turned, middle, metric, square;
 
   // Moves the rows with smaller products to the front half. Entries of -1, which are no rows, stay at the end.
-  void cut(int32_t *own, int64_t span) {
+  void cut(int32_t *members, int64_t span) {
     int64_t real = span;
-    while (real && own[real - 1] < 0) real--;
+    while (real && members[real - 1] < 0) real--;
     if (real <= span / 2) return;
-    look(own, span, real);
-    measure(own, real);
+    look(members, span, real);
+    measure(members, real);
     Smallest left(score.data(), real, span / 2);
     // The order of rows within a half does not change.
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
       const bool is_left = left.takes(score[i]);
-      others[high] = own[low] = own[i];
+      others[high] = members[low] = members[i];
       low += is_left, high += !is_left;
     }
-    std::copy_n(others.begin(), high, own + low);
+    std::copy_n(others.begin(), high, members + low);
   }
 
   // Computes the metric of a head: the covariance of its keys, times their number.
@@ -124,20 +124,20 @@ class Halver {
     for (int64_t begin = 0; begin < count; begin += p.sample) {
       const int few = std::min(p.sample, count - begin);
       for (int j = 0; j < few; j++) {
-        copy_rows(row[begin + j], 0, 1, dim, wide, &some[j * wide]);
-        add(&some[j * wide], mean, -1.0f, dim);
+        copy_rows(row[begin + j], 0, 1, dim, wide, &picked[j * wide]);
+        add(&picked[j * wide], mean, -1.0f, dim);
       }
-      add_square(some.data(), wide, few, wide, sums.data());
+      add_square(picked.data(), wide, few, wide, sums.data());
     }
   }
 
   // score <- the products of all rows with the direction.
-  void measure(const int32_t *own, int64_t real) {
+  void measure(const int32_t *members, int64_t real) {
     for (int64_t i = 0; i < real; i += FOUR) {
       const float *row[FOUR];
       for (int r = 0; r < FOUR; r++) {
-        row[r] = rows + own[std::min(i + r, real - 1)] * dim;
-        prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
+        row[r] = rows + members[std::min(i + r, real - 1)] * dim;
+        prefetch(rows + members[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
       }
       four_dots(row, turned.data(), dim, &score[i]);
     }
@@ -148,21 +148,21 @@ class Halver {
 
   // along, turned <- the direction of the cut, from a sample of the rows: power iterations, then steps that move it to
   // the sum of the rows of one half. The sample is filled up with zero rows to a multiple of FOUR.
-  void look(const int32_t *own, int64_t span, int64_t real) {
+  void look(const int32_t *members, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
     for (int64_t i = 0; i < full; i++) {
       const bool is_row = i < count;
-      copy_rows(rows + own[is_row ? i * step : 0] * dim, 0, 1, is_row ? dim : 0, wide, &some[i * wide]);
+      copy_rows(rows + members[is_row ? i * step : 0] * dim, 0, 1, is_row ? dim : 0, wide, &picked[i * wide]);
       by[i] = is_row;
     }
-    sum_rows(some.data(), full, by.data(), wide, middle.data());
+    sum_rows(picked.data(), full, by.data(), wide, middle.data());
     for (float &x : middle) x /= count;
     centre(full);
     turn();
     for (int i = 0; i < p.power; i++) {
-      products_with(some.data(), full, turned.data(), wide, by.data());
-      sum_rows(some.data(), full, by.data(), wide, along.data());
+      products_with(picked.data(), full, turned.data(), wide, by.data());
+      sum_rows(picked.data(), full, by.data(), wide, along.data());
       turn();
       const float square = product(along.data(), turned.data(), wide), least = std::numeric_limits<float>::min();
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
@@ -170,9 +170,9 @@ class Halver {
     }
     const int64_t left = std::min((span + step - 1) / step / 2, count);
     for (int i = 0; i < p.refine; i++) {
-      products_with(some.data(), full, turned.data(), wide, by.data());
+      products_with(picked.data(), full, turned.data(), wide, by.data());
       mark(count, left);
-      sum_rows(some.data(), full, half.data(), wide, along.data());
+      sum_rows(picked.data(), full, half.data(), wide, along.data());
       turn();
     }
   }
@@ -180,22 +180,22 @@ class Halver {
   // Subtracts the mean `middle` from the rows whose `by` is 1. along <- the longest row.
   void centre(int64_t full) {
     count_multiply_adds(2 * full * wide);
-    float longest = -1.0f, found[FOUR];
+    float longest = -1.0f, lengths[FOUR];
     int64_t place = 0;
     for (int64_t i = 0; i < full; i += FOUR) {
       vec square[FOUR] = {};
       for (int64_t d = 0; d < wide; d += LANES)
         for (int r = 0; r < FOUR; r++) {
-          float *to = &some[(i + r) * wide + d];
+          float *to = &picked[(i + r) * wide + d];
           const vec x = load(to) - load(&middle[d]) * by[i + r];
           store(to, x);
           square[r] += x * x;
         }
-      sums_of_four(square, found);
+      sums_of_four(square, lengths);
       for (int r = 0; r < FOUR; r++)
-        if (found[r] > longest) longest = found[r], place = i + r;
+        if (lengths[r] > longest) longest = lengths[r], place = i + r;
     }
-    copy(along.data(), &some[place * wide], wide);
+    copy(along.data(), &picked[place * wide], wide);
   }
 
   // half <- -1 for the rows with the `left` smallest products, 0 for all others.
@@ -210,11 +210,11 @@ class Halver {
     int64_t all = 0;
     std::fill(square.begin(), square.end(), 0.0f);
     for (int64_t c = 0; c < p.count; c++) {
-      const int32_t *own = &order[c * each];
+      const int32_t *members = &order[c * each];
       float *mean = p.mean + (set * p.count + c) * dim;
       std::fill_n(mean, dim, 0.0f);
       key.clear();
-      for (int64_t i = 0; i < each && own[i] >= 0; i += p.step) key.push_back(rows + own[i] * dim);
+      for (int64_t i = 0; i < each && members[i] >= 0; i += p.step) key.push_back(rows + members[i] * dim);
       for (const float *row : key) add(mean, row, 1.0f, dim);
       for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<size_t>(1, key.size());
       add_products(key.data(), key.size(), mean, square);
@@ -283,12 +283,12 @@ class Choosing {
   void choose(int64_t head, int64_t tile, const float *offset) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
     std::fill_n(least, TILE, -INFINITY), std::fill_n(many, TILE, 0);
-    const int64_t some = std::min(p.keys, SOME_KEYS);
-    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, offset, &score[first * TILE]);
-    raise(some);
+    const int64_t early = std::min(p.keys, SOME_KEYS);
+    for (int64_t first = 0; first < early; first += CHUNK) look(head, first, offset, &score[first * TILE]);
+    raise(early);
     std::fill(least + cohorts.count, least + TILE, INFINITY);
-    for (int64_t first = 0; first < some; first += CHUNK) take(&score[first * TILE], first);
-    for (int64_t first = some; first < p.keys; first += CHUNK) {
+    for (int64_t first = 0; first < early; first += CHUNK) take(&score[first * TILE], first);
+    for (int64_t first = early; first < p.keys; first += CHUNK) {
       look(head, first, offset, score.data());
       take(score.data(), first);
     }
@@ -361,12 +361,12 @@ class Choosing {
   }
 
   // Adds the keys whose scores exceed `least` to the candidates.
-  void take(const float *own, int64_t first) {
-    for (int64_t j = first; j < std::min(p.keys, first + CHUNK); j++, own += TILE)
+  void take(const float *scores, int64_t first) {
+    for (int64_t j = first; j < std::min(p.keys, first + CHUNK); j++, scores += TILE)
       for (int v = 0; v < cohorts.used; v += LANES)
-        for (uint32_t bits = bits_of(load(own + v) > load(least + v)); bits; bits &= bits - 1) {
+        for (uint32_t bits = bits_of(load(scores + v) > load(least + v)); bits; bits &= bits - 1) {
           const int i = v + __builtin_ctz(bits);
-          lacking[i * room + many[i]] = -own[i], place[i * room + many[i]] = j;
+          lacking[i * room + many[i]] = -scores[i], place[i * room + many[i]] = j;
           if (++many[i] == room) shrink(i);
         }
   }
@@ -374,14 +374,14 @@ class Choosing {
   // Drops all candidates of cohort i but the best `count`.
   void shrink(int i) {
     if (many[i] <= p.count) return;
-    float *own = &lacking[i * room];
+    float *lacks = &lacking[i * room];
     int32_t *its = &place[i * room];
-    Smallest best(own, many[i], p.count);
+    Smallest best(lacks, many[i], p.count);
     least[i] = -best.end;
     int64_t kept = 0;
     for (int64_t j = 0; j < many[i]; j++) {
-      own[kept] = own[j], its[kept] = its[j];
-      kept += best.takes(own[j]);
+      lacks[kept] = lacks[j], its[kept] = its[j];
+      kept += best.takes(lacks[j]);
     }
     many[i] = kept;
   }

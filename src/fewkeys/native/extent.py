@@ -35,7 +35,7 @@ def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Ten
         return largest(*rows), rows
     sizes = [part.numel() for part in rows]
     parts = _scratch(sum(sizes), query.dtype).split(sizes)
-    copies = {name: part.view(own.shape) for name, part, own in zip(_COPIES, parts, rows, strict=True)}
+    copies = {name: part.view(row.shape) for name, part, row in zip(_COPIES, parts, rows, strict=True)}
     return _look(query, key, value, copies), (copies["query_copy"], copies["key_copy"], copies["value_copy"])
 
 

@@ -106,9 +106,9 @@ class Largest {
   void join(const Largest &later) {
     least = INT16_MIN;
     for (int64_t j = 0; j < later.held; j += CODED) {
-      const int64_t some = std::min<int64_t>(CODED, later.held - j);
-      std::copy_n(&later.score[j], some, &score[held]), std::copy_n(&later.place[j], some, &place[held]);
-      held += some;
+      const int64_t moved = std::min<int64_t>(CODED, later.held - j);
+      std::copy_n(&later.score[j], moved, &score[held]), std::copy_n(&later.place[j], moved, &place[held]);
+      held += moved;
       if (held > most()) cut(count / 2);
     }
   }

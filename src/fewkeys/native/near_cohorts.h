@@ -44,12 +44,12 @@ class CohortAttention {
 
   // Collects the queries among `count` entries of the cohort's order; returns their number.
   int gather(int64_t b, int64_t h, int64_t first, int count) {
-    const int64_t *own = p.order + (b * p.heads + h) * p.queries + first;
+    const int64_t *members = p.order + (b * p.heads + h) * p.queries + first;
     int queries = 0;
     for (int i = 0; i < count; i++) {
-      if (own[i] < 0) continue;
-      const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, at = own[i] % p.asked;
-      row[queries] = own[i], place[queries] = at;
+      if (members[i] < 0) continue;
+      const int64_t head = h / p.cohorts * p.asking + members[i] / p.asked, at = members[i] % p.asked;
+      row[queries] = members[i], place[queries] = at;
       asking[queries++] = p.query.at<T>(b, head, at);
     }
     return queries;

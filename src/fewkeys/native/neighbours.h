@@ -38,9 +38,9 @@ struct Surroundings {
     top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
     if (p.means) label.assign(p.label + keys, p.label + keys + p.keys);
     for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t *own = p.order + (first + h) * p.queries, list = (first + h) * p.entries;
+      const int64_t *members = p.order + (first + h) * p.queries, list = (first + h) * p.entries;
       for (int64_t i = 0; i < p.queries; i++)
-        if (own[i] >= 0) cohort[own[i]] = h;
+        if (members[i] >= 0) cohort[members[i]] = h;
       if (p.hidden) std::copy_n(p.hidden + keys, p.keys, &hidden[h * p.keys]);
       for (int64_t c = 0; c < p.entries; c++)
         if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;
@@ -117,9 +117,9 @@ class BandAttention {
       int64_t stride = p.query.row;
       count[i] = keys_around(p, place + i + p.offset, first[i]);
       const T *its = p.query.at<T>(b, h, place + i);
-      const float *own = floats(its, stride, 1, p.dim, p.dim, query.data());
+      const float *asking = floats(its, stride, 1, p.dim, p.dim, query.data());
       for (int j = 0; cohort[i] >= 0 && j < count[i]; j += FOUR)
-        four_dots(&key[first[i] - begin + j], own, p.dim, &score[i * most + j]);
+        four_dots(&key[first[i] - begin + j], asking, p.dim, &score[i * most + j]);
     }
     weigh(around, cohort, row, rows);
     for (int i = 0; i < rows; i++) {
@@ -150,19 +150,19 @@ class BandAttention {
       if (cohort[i] < 0) continue;
       const auto *hidden = (const int8_t *)&around.hidden[cohort[i] * p.keys + first[i]];
       const float top = around.top[row + i];
-      float *own = &score[i * most];
+      float *scores = &score[i * most];
       vec all = broadcast(top), total = {};
       for (int v = 0; v < count[i]; v += LANES) {
         const ivec is_seen = (lane + v < count[i]) & (load(hidden + v) == vec{});
-        const vec x = is_seen ? load(own + v) * p.scale : broadcast(-INFINITY);
-        store(own + v, x);
+        const vec x = is_seen ? load(scores + v) * p.scale : broadcast(-INFINITY);
+        store(scores + v, x);
         all = max(all, x);
       }
       const float largest = max_of_lanes(all), least = largest == -INFINITY ? 0.0f : largest;
       count_multiply_adds(2 * count[i]);
       for (int v = 0; v < count[i]; v += LANES) {
-        const vec x = exponential(load(own + v) - least);
-        store(own + v, x);
+        const vec x = exponential(load(scores + v) - least);
+        store(scores + v, x);
         total += x;
       }
       before[i] = top - least, held[i] = around.sum[row + i], sum[i] = sum_of_lanes(total);

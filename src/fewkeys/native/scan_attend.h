@@ -21,15 +21,15 @@ class ScanAttention {
       : p(p), alone(p.of.queries < CODED), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of),
         lanes(dim * TILE) {}
 
-  // Computes the outputs of tiles. `found`: the best keys of every query, where they were chosen before.
-  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles, Largest *found = nullptr) {
+  // Computes the outputs of tiles. `ready`: the best keys of every query, where they were chosen before.
+  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles, Largest *ready = nullptr) {
     const int64_t rows = tiles * TILE, seen = tile[tiles - 1].seen;
     asked.resize(rows * dim), place.resize(rows * p.of.count);
     kept.assign(rows, 0), next.assign(rows, 0);
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
     for (int t = 0; t < tiles; t++) {
-      if (!found) scanner.choose(batch, head, tile[t], best);
-      note(batch, head, tile[t], t * TILE, found ? found : best);
+      if (!ready) scanner.choose(batch, head, tile[t], best);
+      note(batch, head, tile[t], t * TILE, ready ? ready : best);
     }
     const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
     // A few queries share no keys, so one chunk holds all keys. This depends on the number of queries in the call
@@ -230,12 +230,12 @@ class ScanAttention {
 template <class T, class R>
 static void scan_attend_parts(const ScanAttend &p, int threads, const std::vector<Asking> &tiles, int64_t parts) {
   const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, count = tiles.size();
-  std::vector<Largest> found(p.of.batch * kv_heads * count * parts * TILE);
+  std::vector<Largest> ready(p.of.batch * kv_heads * count * parts * TILE);
   in_parallel(
       threads, p.of.batch * kv_heads * count * parts, [&] { return Scanner<T>(p.of); },
       [&](Scanner<T> &scanner, int64_t t) {
         const int64_t head = t / parts / count;
-        scanner.choose(head / kv_heads, head % kv_heads, tiles[t / parts % count], &found[t * TILE], t % parts, parts);
+        scanner.choose(head / kv_heads, head % kv_heads, tiles[t / parts % count], &ready[t * TILE], t % parts, parts);
       });
   in_parallel(
       threads, p.of.batch * kv_heads * count * TILE, [&] { return ScanAttention<T, R>(p); },
@@ -243,7 +243,7 @@ static void scan_attend_parts(const ScanAttend &p, int threads, const std::vecto
         const int64_t head = t / TILE / count, i = t % TILE;
         Asking one = tiles[t / TILE % count];
         if (i >= one.rows) return;
-        Largest *of = &found[t / TILE * parts * TILE + i];
+        Largest *of = &ready[t / TILE * parts * TILE + i];
         for (int64_t part = 1; part < parts; part++) of->join(of[part * TILE]);
         one.first += i, one.rows = 1;
         worker.attend(head / kv_heads, head % kv_heads, &one, 1, of);

@@ -1,9 +1,9 @@
-"""The causal past: one state, what leaves it, and the scan that absorbs it.
+"""The past of causal plans in memory of a fixed size.
 
-tokens.py    what is held exactly: near tokens and sinks
+tokens.py    stored keys and values: near tokens and sinks
 running.py   running moments of queries and keys
-summary.py   stand-ins of all evicted keys: `absorb`
-state.py     the three together: what a stream and a cache hold
-evicted.py   which keys leave the lists of a whole sequence at every step
-scan.py      the stand-ins of a whole sequence before and after every step
+summary.py   stand-ins for all evicted keys
+state.py     these three together, as a stream keeps them
+evicted.py   the keys that leave the lists of a whole sequence at each step
+scan.py      the summaries of a whole sequence, step by step
 """

@@ -1,4 +1,4 @@
-"""Which keys leave a sequence's lists, and when."""
+"""The keys that leave the lists of a sequence, and when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fewkeys.core.precision import working
 
 @dataclass(frozen=True, eq=False)
 class Evicted:
-    """The keys that each step absorbs: rows `index` (B, Hkv, steps, E), where `real`, of keys (B, Hkv, N, .)."""
+    """The keys that each step absorbs: `index` (B, Hkv, steps, E) into the keys, valid where `real` is True."""
 
     key: Tensor
     value: Tensor
@@ -23,7 +23,7 @@ class Evicted:
 
     @staticmethod
     def by_lists(inputs: Inputs, columns: Columns) -> Evicted:
-        """At every block but the first: a key leaves at the first block after its own on whose list it is not."""
+        """The steps are the blocks after the first. A key leaves at the first block after its last list."""
         x, device = inputs, columns.index.device
         heads = (x.batch, x.kv_heads)
         block = torch.arange(x.keys, device=device) // columns.size
@@ -48,9 +48,9 @@ class Evicted:
         return self.index.shape[2]
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and which are real at a step, in working precision, the others zero."""
+        """The keys and values of a step in working precision, zero where they are not real, and which are real."""
         real = self.real[:, :, step]
-        # As many as this step needs: no shape may depend on what comes later.
+        # Only as many as this step needs: shapes must not depend on later tokens.
         places = torch.arange(1, real.shape[-1] + 1, device=real.device)
         width = int((real * places).max()) if real.numel() else 0
         index, real = self.index[:, :, step, :width], real[:, :, :width]

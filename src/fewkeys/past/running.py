@@ -1,7 +1,7 @@
-"""Moments of the queries and keys seen so far: what a causal plan may know when it decides.
+"""Moments of the queries and keys so far, by which a causal plan decides.
 
-Sums only, so that they grow token by token, merge, and never change what was decided before. Everything is per
-sequence and key head, in float32 (float64 for float64 input), without gradient.
+They are sums, so they can be extended token by token and merged. Everything is per sequence and key head, in float32
+(float64 for float64 input), without gradient.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class RunningQueries(Fields):
 
     @staticmethod
     def empty(key: Tensor) -> RunningQueries:
-        """None yet, for keys (B, Hkv, N, D)."""
+        """No queries, for keys (B, Hkv, N, D)."""
         batch, heads, _, dim = key.shape
         return RunningQueries(
             key.new_zeros((batch, 1)), key.new_zeros((batch, heads, 1, dim)), key.new_zeros((batch, heads, dim, dim))
         )
 
     def add(self, query: Tensor, real: Tensor | None = None) -> RunningQueries:
-        """With further scaled queries (B, Hkv, gqa_ratio, N, D), of which `real` (B, N) count."""
+        """The sums with further scaled queries (B, Hkv, gqa_ratio, N, D); `real` (B, N) is False for padding."""
         if real is not None:
             query = query * real[:, None, None, :, None]
             count = real.sum(-1, keepdim=True).to(query.dtype)
@@ -44,7 +44,7 @@ class RunningQueries(Fields):
         )
 
     def moments(self) -> QueryMoments:
-        """Mean and second moment, with one imagined query of covariance I / D: defined before the first query too."""
+        """Mean and second moment. One query of covariance I / D is added: both are defined before the first query."""
         dim = self.total.shape[-1]
         count = (self.count + 1)[:, :, None, None]
         prior = torch.eye(dim, dtype=self.square.dtype, device=self.square.device) / dim
@@ -62,7 +62,7 @@ class RunningKeys(Fields):
 
     @staticmethod
     def empty(key: Tensor, value: Tensor) -> RunningKeys:
-        """None yet, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        """No keys, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         head = key.shape[:2]
         return RunningKeys(
             key.new_zeros(head),
@@ -72,7 +72,7 @@ class RunningKeys(Fields):
         )
 
     def add(self, key: Tensor, value: Tensor, real: Tensor) -> RunningKeys:
-        """With further keys (B, Hkv, N, D) and values, of which `real` (B, Hkv, N) count; the others are zero."""
+        """The sums with further keys (B, Hkv, N, D) and values; those not `real` (B, Hkv, N) are zero."""
         return RunningKeys(
             self.count + real.sum(-1).to(key.dtype),
             self.key + key.sum(-2, keepdim=True),

@@ -1,4 +1,4 @@
-"""The scan: how the past of a causal plan moves on, block by block, each time one is complete."""
+"""The scan: the summaries of a whole sequence, one block after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fewkeys.past.state import State
 
 @dataclass(frozen=True, eq=False)
 class States(Fields):
-    """The stand-ins at the beginning and after every step: `Summary`'s tensors with a dimension of steps + 1."""
+    """The stand-ins before the first step and after each: the tensors of `Summary` with one more dimension."""
 
     rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
     excess: Tensor  # (B, Hkv, steps + 1, M)
@@ -23,15 +23,15 @@ class States(Fields):
 
 
 def scan(
-    state: State, query: Tensor, answered: Tensor | None, scale: float, evicted: Evicted, *, tilted: bool
+    state: State, query: Tensor, has_query: Tensor | None, scale: float, evicted: Evicted, *, tilted: bool
 ) -> tuple[States, State]:
     """`s_t = absorb(s_(t-1), evicted_t)` under the moments of all queries up to block t, for every step t.
 
     Args:
-        state: s_0, of which the summary and the moments of queries count.
-        query: (B, Hq, steps S, D), S for every step.
-        answered: (B, steps S): queries that count; None: all do.
-        scale: on the queries.
+        state: s_0; its summary and its moments of queries are read.
+        query: (B, Hq, steps S, D), S for each step.
+        has_query: bool (B, steps S), False for padding; None: all are real.
+        scale: the factor on the queries.
         evicted: the keys that each step absorbs.
         tilted: as `Summary.absorb`.
 
@@ -44,7 +44,7 @@ def scan(
     summaries = [summary]
     for step in range(evicted.steps):
         part = slice(step * size, (step + 1) * size)
-        queries = queries.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
+        queries = queries.add(scaled[:, :, :, part], None if has_query is None else has_query[:, part])
         key, value, real = evicted.at(step)
         if key.shape[2]:
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)

@@ -1,4 +1,4 @@
-"""The state: everything that a causal plan holds of the tokens so far."""
+"""The state of a causal plan with memory of a fixed size: everything that it keeps of the tokens so far."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from fewkeys.past.tokens import Stretch, Tokens
 
 @dataclass(frozen=True, eq=False)
 class State(Fields):
-    """What is held after `length` tokens, as the queries of the unit of positions that began at `moved` see it.
+    """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens, up to the last one; sinks: the first ones; summary: the stand-ins of keys that were
-    evicted; queries: moments of the queries before `moved`. asked (B, Hkv, gqa_ratio, length - moved, D): the scaled
-    queries since, zero where none came; answered (B, length - moved): where one came. A stream and a cache hold the
-    same.
+    near: the latest tokens; sinks: the first ones; summary: the stand-ins of evicted keys, and queries: the moments of
+    queries, both as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current
+    unit, zero for tokens without one; has_query (B, length - moved): whether a token has one.
     """
 
     moved: int
@@ -29,12 +28,12 @@ class State(Fields):
     sinks: Stretch
     summary: Summary
     queries: RunningQueries
-    asked: Tensor
-    answered: Tensor
+    unit_queries: Tensor
+    has_query: Tensor
 
     @staticmethod
     def empty(means: int, key: Tensor, value: Tensor) -> State:
-        """Before the first token, with places for `means` stand-ins, in the shape of keys (B, Hkv, N, D) and values."""
+        """No tokens, with places for `means` stand-ins, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         none, rows = Stretch.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
             0,
@@ -51,52 +50,53 @@ class State(Fields):
         return self.near.stop
 
     def append(self, key: Tensor, value: Tensor, query: Tensor | None = None, *, sinks: int = 0) -> State:
-        """With further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D).
+        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), or None.
 
-        Without `query`, nobody asks. `sinks`: how many of the first tokens are held for ever.
+        `sinks`: the number of first tokens that are never removed.
         """
-        asked, count = self.asked, key.shape[2]
-        answered = self.answered.new_full((key.shape[0], count), query is not None)
+        before, count = self.unit_queries, key.shape[2]
+        has_query = self.has_query.new_full((key.shape[0], count), query is not None)
         if query is None:
-            query = asked.new_zeros((*asked.shape[:3], count, asked.shape[4]))
-        elif asked.shape[2] != query.shape[2]:  # until now nobody has asked
-            asked = asked[:, :, :1].expand(-1, -1, query.shape[2], -1, -1)
+            query = before.new_zeros((*before.shape[:3], count, before.shape[4]))
+        elif before.shape[2] != query.shape[2]:  # there has been no query yet
+            before = before[:, :, :1].expand(-1, -1, query.shape[2], -1, -1)
         return replace(
             self,
             near=self.near.followed_by(key, value),
-            sinks=self._sunk(key, value, sinks),
-            asked=torch.cat([asked, query], 3),
-            answered=torch.cat([self.answered, answered], 1),
+            sinks=self._sinks_with(key, value, sinks),
+            unit_queries=torch.cat([before, query], 3),
+            has_query=torch.cat([self.has_query, has_query], 1),
         )
 
     def advance(self, evicted: Tokens, *, tilted: bool) -> State:
-        """The state when the unit is complete: its queries are known, its evicted keys absorbed.
+        """The state at the end of a unit: its queries enter the moments, and evicted keys enter the summary.
 
-        Near tokens stay: `trim` forgets those that no query will reach.
+        Near tokens stay. `trim` removes those that no query will need.
         """
-        queries, summary = self.queries.add(self.asked, self.answered), self.summary
+        queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary
         if evicted.count:
             key, value = (working(rows) * evicted.real.unsqueeze(-1) for rows in (evicted.key, evicted.value))
             summary = summary.absorb(key, value, evicted.real, queries.moments(), tilted=tilted)
-        asked, answered = self.asked[:, :, :, :0], self.answered[:, :0]
-        return replace(self, moved=self.length, summary=summary, queries=queries, asked=asked, answered=answered)
+        none, no_flags = self.unit_queries[:, :, :, :0], self.has_query[:, :0]
+        state = replace(self, moved=self.length, summary=summary, queries=queries)
+        return replace(state, unit_queries=none, has_query=no_flags)
 
     def trim(self, place: int) -> State:
-        """Without the near tokens before `place`."""
+        """The state without the near tokens before `place`."""
         return replace(self, near=self.near.between(place, self.length))
 
     def crop(self, length: int) -> State:
-        """Without what came from `length` on, which is at least `moved`: nothing but these lists knows of it."""
+        """The state without the tokens from `length` on, all of the current unit: the summary has none of them."""
         since = length - self.moved
         return replace(
             self,
             near=self.near.between(0, length),
             sinks=self.sinks.between(0, length),
-            asked=self.asked[:, :, :, :since],
-            answered=self.answered[:, :since],
+            unit_queries=self.unit_queries[:, :, :, :since],
+            has_query=self.has_query[:, :since],
         )
 
-    def _sunk(self, key: Tensor, value: Tensor, count: int) -> Stretch:
-        """The first `count` tokens ever."""
+    def _sinks_with(self, key: Tensor, value: Tensor, count: int) -> Stretch:
+        """The first `count` tokens of the stream."""
         free = count - self.sinks.count
         return self.sinks.followed_by(key[:, :, :free], value[:, :, :free]) if free > 0 else self.sinks

@@ -1,21 +1,21 @@
-"""A fixed number of stand-ins for an unbounded number of keys: what a causal plan keeps of the past.
+"""A fixed number of stand-ins for any number of evicted keys.
 
-Evicted keys are absorbed. Each enters as a stand-in of its own; where there are more stand-ins than
-places, those are merged whose union moves the output least: Ward's cost
+Each evicted key enters as one more stand-in. Where there are more stand-ins than places, those are merged whose merging
+changes the output least, by Ward's cost
 
     w_a w_b / (w_a + w_b) (E_q (q . (k_a - k_b))^2 + |v_a - v_b|^2 / var(v)),   w = e^(t g),
 
-the squared difference of scores and values, weighted by the attention that both may expect (w at least e^-8 of the
-largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
-Each stand-in may join one of larger weight; the cheapest do, all at once, as many as must: nearly as good as merging
-pair after pair, and one matrix product.
+the squared difference of scores and of values, weighted by the attention that both may receive (w is at least e^-8 of
+the largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries so far, t = `TILT`. Each
+stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost. This is
+nearly as good as merging pair after pair, and takes one matrix product.
 
-A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
+A stand-in for keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
     b = log sum_j e_j - t g(mean key),     its score is   q . mean key + b,
 
-so that its mass is right for a query halfway between indifferent and fully attending (`rest.ClusterMeans`). The
-excess of a single key is zero whatever the queries become: a stand-in that never had to merge is the key itself.
+which gives it the right mass for a typical query (`rest.ClusterMeans`). The excess of a single key is zero, so a
+stand-in that was never merged is the key itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
 @dataclass(frozen=True, eq=False)
 class Summary(Fields):
-    """Stand-ins of the keys evicted so far, per sequence and key head.
+    """The stand-ins of the keys evicted so far, per sequence and key head.
 
-    rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at places that are still
-    free; size (B, Hkv, M): how many keys each speaks for; `seen`: sums over all of these keys. Gradients flow through
-    the rows; what merges, and with which weights, is a choice and carries none.
+    rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at free places; size
+    (B, Hkv, M): the number of keys of each; seen: sums over all evicted keys. Gradients flow through the rows, not
+    through the choice of what is merged and its weights.
     """
 
     rows: Tensor
@@ -73,13 +73,13 @@ class Summary(Fields):
 
     @property
     def taken(self) -> Tensor:
-        """(B, Hkv): places that are not free."""
+        """(B, Hkv): the number of places that are not free."""
         return (self.size > 0).sum(-1)
 
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
-        """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are absorbed; the others must be zero.
+        """The summary with further keys (B, Hkv, E, D) and values. Those not `real` (B, Hkv, E) must be zero.
 
-        `tilted`: weights and masses for softmax as above; otherwise t = 0, plain means of size-weighted keys.
+        `tilted`: the weights above, for softmax; otherwise t = 0, plain means.
         Cost O((M + E)^2 (D + Dv)) per head.
         """
         new = Summary(
@@ -109,7 +109,7 @@ def _beside(one: Summary, other: Summary) -> Summary:
 
 
 def _free_last(summary: Summary) -> Summary:
-    """The stand-ins in their order, the free places after them."""
+    """The same stand-ins, all free places last."""
     order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)
     index = order.unsqueeze(-1).expand_as(summary.rows)
     return replace(
@@ -121,7 +121,7 @@ def _free_last(summary: Summary) -> Summary:
 
 
 class _Metric:
-    """How far apart stand-ins are, and how much attention they may expect."""
+    """The distances of stand-ins, and the attention that they may receive."""
 
     def __init__(self, seen: RunningKeys, queries: QueryMoments, tilted: bool) -> None:
         mean, value_mean, self.unit = seen.means()
@@ -146,9 +146,9 @@ class _Metric:
 
 
 def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
-    """With `surplus` (B, Hkv) of the stand-ins in others, their places free.
+    """The summary with `surplus` (B, Hkv) stand-ins merged into others, their places free.
 
-    Every head by its own number: what happens in one never depends on another.
+    The number differs between heads, so that no head depends on another.
     """
     place = torch.arange(summary.count, device=surplus.device)
     with constants():
@@ -159,18 +159,18 @@ def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
         distance = square.unsqueeze(-1) + square.unsqueeze(-2)
         distance = distance.sub_(2 * image @ centred.mT).clamp_min_(0.0)
         cost = distance.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
-        # What has no number costs most, but joins: places must become free.
+        # NaN costs most. Such a stand-in is still merged if it must be: places must become free.
         cost.nan_to_num_(*[torch.finfo(cost.dtype).max] * 2)
         one, other = mass.unsqueeze(-1), mass.unsqueeze(-2)
         cost.masked_fill_((other < one) | ((other == one) & (place >= place.unsqueeze(-1))), math.inf)
         least, partner = cost.min(-1)
         least.masked_fill_(is_free, math.inf)
         joins = least.argsort(dim=-1, stable=True).argsort(-1) < surplus.unsqueeze(-1)
-        # A leader may join another itself.
+        # The target of a merge may itself be merged into another.
         partner = torch.where(joins, partner, place)
         for _ in range(summary.count.bit_length()):
             partner = partner.gather(-1, partner)
-        # The heaviest of those that meet has weight one.
+        # Relative to the heaviest of those that are merged.
         part = (mass - mass.gather(-1, partner)).exp().masked_fill_(is_free, 1.0)
         total = torch.zeros_like(part).scatter_add(-1, partner, part)
         size = torch.zeros_like(part).scatter_add(-1, partner, summary.size)
@@ -178,7 +178,7 @@ def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
     index = partner.unsqueeze(-1).expand_as(summary.rows)
     rows = torch.zeros_like(summary.rows).scatter_add(-2, index, summary.rows * share)
     with constants():
-        # Where nobody joined, the excess stays to the last bit.
+        # Where nothing was merged, the excess stays bit for bit.
         excess = mass + total.log() - metric.log_weight(rows.detach())
         excess = torch.where(size == summary.size, old, excess).masked_fill_(size == 0, -math.inf)
     return _free_last(replace(summary, rows=rows, excess=excess, size=size))

@@ -1,4 +1,4 @@
-"""Keys and values at known positions: what is held exactly."""
+"""Stored keys and values with their positions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Stretch(Fields):
 
     @staticmethod
     def empty(key: Tensor, value: Tensor) -> Stretch:
-        """None, in the shape of keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
-        # No views: they would hold the memory of all tokens for as long as they live.
+        """No tokens, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        # New tensors: a view would keep the memory of all tokens alive.
         return Stretch(0, *(rows.new_empty((*rows.shape[:2], 0, rows.shape[3])) for rows in (key, value)))
 
     @property
@@ -34,17 +34,17 @@ class Stretch(Fields):
         return self.first + self.key.shape[2]
 
     def followed_by(self, key: Tensor, value: Tensor) -> Stretch:
-        """With further tokens."""
+        """The stretch with further tokens."""
         return Stretch(self.first, torch.cat([self.key, key], 2), torch.cat([self.value, value], 2))
 
     def between(self, start: int, stop: int) -> Stretch:
-        """The tokens at the places start .. stop - 1, as far as they are there."""
+        """The tokens at the places start .. stop - 1 that the stretch has."""
         start = min(max(start, self.first), self.stop)
         part = slice(start - self.first, max(0, stop - self.first))
         return Stretch(start, self.key[:, :, part], self.value[:, :, part])
 
     def tokens(self) -> Tokens:
-        """The same with a place for every token."""
+        """The same tokens, each with its place."""
         place = torch.arange(self.first, self.stop, device=self.key.device).expand(self.key.shape[:3])
         return Tokens(self.key, self.value, place, torch.ones_like(place, dtype=torch.bool))
 
@@ -62,7 +62,7 @@ class Tokens(Fields):
     def count(self) -> int:
         return self.place.shape[2]
 
-    def but(self, others: Tokens) -> Tokens:
-        """The same tokens, those that `others` hold too no longer real."""
+    def without(self, others: Tokens) -> Tokens:
+        """The same tokens; those that `others` have, too, are no longer marked as real."""
         shared = (self.place.unsqueeze(-1) == others.place.unsqueeze(-2)) & others.real.unsqueeze(-2)
         return replace(self, real=self.real & ~shared.any(-1))

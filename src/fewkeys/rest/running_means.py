@@ -66,11 +66,11 @@ class RunningMeans(Rest):
         x, columns = inputs, blocks_of(graph)
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
-        answered = _real_queries(x)
+        has_query = _real_queries(x)
         states, _ = scan(
             State.empty(self.count, x.key, x.value),
             x.query[:, :, :last],
-            None if answered is None else answered[:, :last],
+            None if has_query is None else has_query[:, :last],
             x.scale,
             Evicted.by_lists(x, columns),
             tilted=isinstance(weights, Softmax),

@@ -102,8 +102,8 @@ def judge(
             steps += 1
             done(steps, 2 * capture.layers)
         return {
-            name: {measure: sum(row[measure] for row in own) / len(own) for measure in own[0]}
-            for name, own in rows.items()
+            name: {measure: sum(row[measure] for row in measured) / len(measured) for measure in measured[0]}
+            for name, measured in rows.items()
         }
 
     pairs = [(space, grouping) for space in finders for grouping in groupings]

@@ -72,8 +72,8 @@ class GroupedKeys(Kept):
         for stretch in self._stretches(chunk):
             lines = []
             rows = query[stretch.order].split(stretch.counts)
-            for some, group, hidden in zip(rows, stretch.groups, stretch.hidden, strict=True):
-                line = some @ self.key[group].mT
+            for members, group, hidden in zip(rows, stretch.groups, stretch.hidden, strict=True):
+                line = members @ self.key[group].mT
                 line = line if hidden is None else line.masked_fill(hidden, -torch.inf)
                 lines.append(pad(line, (0, stretch.width - line.shape[1]), value=-torch.inf))
             parts.append(torch.cat(lines)[stretch.back])
@@ -128,7 +128,7 @@ class GroupedKeys(Kept):
         number, count = group[order].unique_consecutive(return_counts=True)
         groups, counts = number.tolist(), count.tolist()
         rows = order.split(counts)
-        hidden = [elsewhere.pairs(own, g, membership) for own, g in zip(rows, groups, strict=True)]
+        hidden = [elsewhere.pairs(members, g, membership) for members, g in zip(rows, groups, strict=True)]
         width = max(1, *(self.sizes[g] for g in groups))
         return Stretch(order, order.argsort(), groups, counts, hidden, width)
 
@@ -172,9 +172,9 @@ class _Elsewhere:
             at = torch.searchsorted(lists, places).clamp_max(lists.shape[1] - 1)
             masks.append(lists.gather(1, at) == places)
         for earlier in range(membership):
-            for own, overlap in zip(self.keys.key_groups, self.keys.overlaps[earlier], strict=True):
+            for key_group, overlap in zip(self.keys.key_groups, self.keys.overlaps[earlier], strict=True):
                 if overlap:
-                    masks.append(self.groups[rows, earlier].unsqueeze(-1) == own[owner])
+                    masks.append(self.groups[rows, earlier].unsqueeze(-1) == key_group[owner])
         hidden = None
         for mask in masks:
             hidden = mask if hidden is None else hidden | mask

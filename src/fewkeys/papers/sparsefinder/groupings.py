@@ -75,7 +75,7 @@ class Grouping(Selector, ABC, listed=False):
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         """The edges between projected queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r)."""
 
-    def known(self, rows: Tensor) -> list[Tensor]:
+    def fitted_for(self, rows: Tensor) -> list[Tensor]:
         """The tensors of `fitted` for such rows (B, Hq, N, r)."""
         if self.fitted is None:
             raise ValueError(f"fitted: expected values for {self.rule}, got None; use Sparsefinder.selector")
@@ -97,8 +97,8 @@ class Grouping(Selector, ABC, listed=False):
     @property
     def rule(self) -> str:
         """The rule without the space."""
-        own = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not f.kw_only]
-        return f"{type(self).__name__}({', '.join(own)})"
+        options = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not f.kw_only]
+        return f"{type(self).__name__}({', '.join(options)})"
 
     def __str__(self) -> str:
         return f"{self.rule} {'as they are' if self.project is None else f'in {self.project.rank} dimensions'}"
@@ -167,7 +167,7 @@ class Buckets(Grouping):
         if self.kind == "uniform":
             bins = [((rows.tanh() + 1) * (self.beta / 2)).long().clamp_max(self.beta - 1) for rows in (query, key)]
         elif self.fitted is not None:
-            bins = [_between(rows, own) for rows, own in zip((query, key), self.known(query), strict=True)]
+            bins = [_between(rows, bounds) for rows, bounds in zip((query, key), self.fitted_for(query), strict=True)]
         else:
             bins = [_by_rank(rows, real, self.beta) for rows, real in ((query, x.valid_queries), (key, x.valid))]
         first = torch.arange(query.shape[-1], device=query.device) * self.beta
@@ -211,10 +211,10 @@ class Clusters(Grouping):
         return self.count * self.rounds
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
-        (places,) = self.known(query)
+        (places,) = self.fitted_for(query)
         sets = list(enumerate(places.split(self.count, 1)))
         ids = [
-            torch.cat([nearest(rows, own, self.top) + number * self.count for number, own in sets], -1)
+            torch.cat([nearest(rows, centres, self.top) + number * self.count for number, centres in sets], -1)
             for rows in (query, key)
         ]
         return _grouped(inputs, ids[0], ids[1], self.count * self.rounds)
@@ -254,7 +254,7 @@ class ClusterPairs(Grouping):
         return self.count
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
-        query_places, key_places, pairs = self.known(query)
+        query_places, key_places, pairs = self.fitted_for(query)
         # A group is a cluster of keys. A query is in the groups that its cluster is joined to.
         lists = torch.where(pairs > 0, torch.arange(self.count, device=query.device), -1)
         lists = lists.topk(int((pairs > 0).sum(-1).max()), -1).values.expand(*query.shape[:2], -1, -1)

@@ -258,8 +258,8 @@ class Sparsefinder:
         data = read_json(directory, FILE)
         where = Path(directory) / FILE
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {found!r}; fit again")
+            actual = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {actual!r}; fit again")
         try:
             description = build(_Description, data)
         except (TypeError, ValueError) as error:

@@ -1,0 +1,97 @@
+"""The trained long encoder: its weights are the teacher's, and its tasks can be solved in one way only."""
+
+import pytest
+import torch
+from experiments.long_encoder import judge, model, tasks, train
+
+transformers = pytest.importorskip("transformers")
+
+
+class Tokenizer:
+    """Words, numbered as they come."""
+
+    cls_token_id, sep_token_id = 1, 2
+
+    def __init__(self):
+        self.words = {}
+
+    def __call__(self, text, **_):
+        return {"input_ids": [self.words.setdefault(word, 100_000 + len(self.words)) for word in text.split()]}
+
+
+@pytest.fixture(scope="module")
+def bert():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=50, **shape)).eval()
+
+
+def test_the_student_is_the_teacher_but_for_positions(bert):
+    """Keys that do not depend on the token leave nothing to rotate towards: then both models are one function."""
+    position = bert.embeddings.position_embeddings.weight.data
+    position[:] = position[:1]
+    for layer in bert.encoder.layer:
+        layer.attention.self.key.weight.data.zero_()
+        layer.attention.self.key.bias.data.zero_()
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        actual, expected = (one(input_ids=ids).last_hidden_state for one in (model.rotary(bert).eval(), bert))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_all_weights_but_positions_come_from_the_teacher(bert):
+    taken = {name: float(weight.double().norm()) for name, weight in model.rotary(bert).state_dict().items()}
+    given = {float(weight.double().norm()) for weight in bert.state_dict().values()}
+    assert {name for name, norm in taken.items() if norm not in given} == {"embeddings.token_type_embeddings.weight"}
+
+
+@pytest.mark.parametrize("task", ["pass key", "fact", "passage"])
+def test_one_document_answers_each_question(task):
+    tokenizer, text = Tokenizer(), torch.arange(100, 4100)
+    documents, questions = judge.documents_of(task, text, 300, tokenizer, seed=0)
+    assert {len(document) for document in documents} == {298}
+    assert len(questions) == judge.ASKED * len(documents)
+    assert len({tuple(question.tolist()) for question in questions}) == len(questions)
+    for number, question in enumerate(questions):
+        own = documents[number // judge.ASKED]
+        # Of a passage, the document has what surrounds it and no token of its own.
+        wanted = [question[0] - 1] if task == "passage" else question[-1:]
+        if task != "passage":
+            who = tokenizer.words  # the sentence shares the person's name with the question
+            names = {token for word, token in who.items() if word[0].isupper()}
+            assert names & {*question.tolist()} & {*own.tolist()}
+        else:
+            assert not torch.isin(question, own).any()
+            assert question[0] == 100 or torch.isin(wanted[0], own)
+
+
+def test_words_of_training_are_not_judged():
+    for kind in ("people", "facts"):
+        assert not {*getattr(tasks.TRAINING, kind)} & {*getattr(tasks.JUDGING, kind)}
+    assert not {*tasks.TRAINING.people} & {person.split()[0] for person in tasks.JUDGING.people}
+
+
+def test_twins_differ_in_what_is_hidden_and_nothing_else():
+    rows, generator = {"text": torch.arange(100, 50_000)}, torch.Generator().manual_seed(0)
+    batch = train.batch_of(rows, 2048, Tokenizer(), generator)
+    assert {len(document) for document in batch.documents} == {2046}
+    for first, second in (batch.documents[:2], batch.documents[2:]):
+        shared = torch.isin(first[first < 100_000], second).float().mean()
+        assert shared > 0.98
+    right = torch.arange(4) == batch.answers[:, None]
+    assert not (batch.wrong & right).any()
+    for words, wrong in zip(batch.words, batch.wrong, strict=True):
+        # A passage's twin shares its text, so it is no wrong answer.
+        assert int(wrong.sum()) == (2 if words is None else 3)
+    words = [word for word in batch.words if word]
+    assert len(set(words)) == len(words)
+
+
+def test_ranks_count_what_is_better():
+    vectors = torch.eye(3)
+    questions = torch.tensor([[1.0, 0.5, 0.0], [1.0, 0.5, 0.0], [1.0, 0.5, 0.0]])
+    assert judge.ranks(questions, vectors, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
+    found = torch.tensor([[1.0, 1.0], [1.0, 0.0]]).double()
+    assert judge.interval(found, found) == [1.0, 1.0]
+    low, high = judge.interval(found * torch.tensor([1.0, 0.0]), found)
+    assert low < 2 / 3 < high
