@@ -76,8 +76,8 @@ PROMISES = (
     Breakage(
         "statistics are float32: those of streams follow autocast",
         "memory/stream.py",
-        "    @full_precision()\n    @torch.no_grad()\n    def _take",
-        "    @torch.no_grad()\n    def _take",
+        "    @full_precision()\n    @torch.no_grad()\n    def _extend",
+        "    @torch.no_grad()\n    def _extend",
         (Law("parts/test_autocast", "streams"),),
     ),
     Breakage(

@@ -187,6 +187,13 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
 
 def _hold_large(tensors: Mapping[str, Tensor]) -> bool:
     """Whether rows in such memory, or sums of their squares, are so large that it must be held in float64."""
-    log = {"key": LARGEST, "value": LARGEST, "rows": LARGEST, "asked": LARGEST, "total": LARGEST, "square": 2 * LARGEST}
+    log = {
+        "key": LARGEST,
+        "value": LARGEST,
+        "rows": LARGEST,
+        "unit_queries": LARGEST,
+        "total": LARGEST,
+        "square": 2 * LARGEST,
+    }
     limits = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
     return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in limits)
