@@ -1,5 +1,7 @@
 """Settings of the whole suite."""
 
+import shutil
+
 import pytest
 import torch
 from filelock import FileLock
@@ -46,7 +48,11 @@ def once(tmp_path_factory, worker_id):
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 folder.mkdir()
-                fill(folder)
+                try:
+                    fill(folder)
+                except BaseException:
+                    shutil.rmtree(folder)
+                    raise
         return folder
 
     return filled
