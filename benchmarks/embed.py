@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import interpolate
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_whole
 from fewkeys.demo import TEXT, model_folder
+from fewkeys.integrations.interface import unwrapped
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "embed.json"
@@ -46,12 +48,28 @@ np.savez(sys.argv[3], vectors=encoder.encode(texts, batch_size=int(sys.argv[4]))
 """
 
 
+def stretched(tokens: int) -> Any:
+    """all-MiniLM-L6-v2 as a SentenceTransformer, its 512 positions stretched to `tokens` by linear interpolation.
+
+    It was never trained on such lengths. Its times are right, its vectors are good for comparisons with its own only.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(str(model_folder()), device="cpu")
+    model = unwrapped(encoder)
+    table = model.embeddings.position_embeddings
+    longer = interpolate(table.weight.data.T[None], size=tokens, mode="linear", align_corners=True)[0].T
+    model.embeddings.position_embeddings = torch.nn.Embedding.from_pretrained(longer.contiguous())
+    model.embeddings.register_buffer("position_ids", torch.arange(tokens)[None], persistent=False)
+    model.embeddings.register_buffer("token_type_ids", torch.zeros(1, tokens, dtype=torch.long), persistent=False)
+    model.config.max_position_embeddings = encoder.max_seq_length = tokens
+    return encoder
+
+
 def save_model(name: str, folder: Path) -> None:
     """Save a SentenceTransformer with `POSITIONS` positions."""
     if name == "minilm":
-        from experiments.long_documents.run import minilm
-
-        minilm(POSITIONS).save(str(folder))
+        stretched(POSITIONS).save(str(folder))
         return
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer

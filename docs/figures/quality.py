@@ -235,6 +235,43 @@ def _modernbert() -> str:
     )
 
 
+LONG_ENCODER = "experiments/long_encoder/results/long_encoder.json"
+
+
+def _long_encoder() -> str:
+    from experiments.long_encoder.judge import table as tables
+
+    return tables(read(LONG_ENCODER)["rows"]).rstrip()
+
+
+def _long_encoder_at(length: int) -> str:
+    """What each plan finds at one length, in %, with its times."""
+    rows = [row for row in read(LONG_ENCODER)["rows"] if row["length"] == length]
+    tasks, lines = list(dict.fromkeys(row["task"] for row in rows)), []
+    for name in dict.fromkeys(row["plan"] for row in rows):
+        of_plan = {row["task"]: row for row in rows if row["plan"] == name}
+        seconds = sum(row["seconds"] for row in of_plan.values()) / len(of_plan)
+        found = [f"{100 * of_plan[task]['found']:.0f}" for task in tasks]
+        lines.append([name, *found, f"{of_plan['passage']['cosine']:.4f}", f"{seconds:.1f}"])
+    return table(["plan", *(f"{task}, % found" for task in tasks), "cosine to exact", "seconds a document"], lines)
+
+
+def _found(plan: str, tasks: tuple[str, ...]) -> int:
+    """Answers that a plan finds in documents of 8,192 tokens."""
+    rows = [row for row in read(LONG_ENCODER)["rows"] if (row["plan"], row["length"]) == (plan, 8192)]
+    return round(sum(row["found"] * row["questions"] for row in rows if row["task"] in tasks))
+
+
+def _of_exact(*tasks: str) -> Callable[[], str]:
+    """Answers that the plans of 64 and 192 slots and exact attention find."""
+
+    def text() -> str:
+        few, more, exact = (_found(plan, tasks) for plan in ("budget(64)", "budget(192)", "exact"))
+        return f"{few} and {more} answers where exact attention finds {exact}"
+
+    return text
+
+
 EMBED = "benchmarks/results/embed.json"
 
 
@@ -294,6 +331,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "embed.summary": _embed_summary,
     "embed.texts": _embed_texts,
     "modernbert": _modernbert,
+    "long-encoder": _long_encoder,
+    "long-encoder.8192": lambda: _long_encoder_at(8192),
+    "long-encoder.content": _of_exact("passage", "chunk"),
+    "long-encoder.hidden": _of_exact("pass key", "fact"),
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
     "tuned": _tuned,

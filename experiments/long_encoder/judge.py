@@ -5,7 +5,7 @@
 Tasks, at every length (`tasks`): the document that holds a pass key, or a fact; the document that a passage was cut
 from; and the stretch of 254 tokens, of all documents, that a span comes from, by late chunks. Documents are ranked by
 the cosine of their vector and the question's. Questions are short and always read exactly. For each document all rows
-take turns, so their times can be compared.
+take turns, so their times can be compared. all-MiniLM-L6-v2 reads the documents that it can read, too.
 
 Writes long_encoder.json, with the machine, table.md and long_encoder.png to results/; `--draw` only draws.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from experiments.decoders.decoder import read_text
-from experiments.long_encoder.model import framed, pooled, saved_student, states
+from experiments.long_encoder.model import framed, pooled, saved_student, states, teacher_and_tokenizer
 from experiments.long_encoder.tasks import JUDGING, KINDS, PASSAGE, hidden_in, passage_cut, sentences, tokens_of
 from experiments.long_encoder.texts import token_row
 from torch import Tensor
@@ -34,10 +34,10 @@ from fewkeys.core.files import write_json, write_whole
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENTS, ASKED, CHUNK = 25, 4, 254
+DOCUMENTS, ASKED, CHUNK = 20, 5, 254
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-ORACLE_UP_TO = 2048
-"""The oracle computes all scores several times over: longer documents take hours."""
+ORACLE_UP_TO = 1024
+"""The oracle sorts all scores: longer documents take hours."""
 RESAMPLES = 2000
 SHOWN = ("task", "length", "plan", "found", "of_exact", "cosine", "seconds")
 """What is printed of a row."""
@@ -53,6 +53,8 @@ PLANS: dict[str, fk.Plan | None] = {
     "random keys 192": fk.Plan(fk.RandomKeys(192)).never_exact(),
     "oracle 192": fk.Plan(fk.TopK(192)).never_exact(),
 }
+TEACHER = "all-MiniLM-L6-v2, exact"
+"""The row of the teacher, at the lengths that it can read."""
 LOOKS = {"exact": Look("#000000", dash="--"), "budget(64)": Look("#56b4e9"), "budget(192)": Look("#009e73", width=3.4),
          "sinks + window 192": Look("#d55e00"), "key norm 192": Look("#a3a3a3", marker="+"),
          "random keys 192": Look("#767676", marker="x"), "oracle 192": Look("#cc79a7", marker="D")}  # fmt: skip
@@ -133,10 +135,12 @@ def interval(found: Tensor, exact: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def judged(model: Any, tokenizer: Any, text: Tensor, task: str, length: int, seed: int) -> list[dict[str, Any]]:
-    """One row for each plan; passages give the late chunks' rows, too."""
+def judged(
+    model: Any, tokenizer: Any, text: Tensor, task: str, length: int, seed: int, plans: dict[str, fk.Plan | None]
+) -> list[dict[str, Any]]:
+    """One row for each plan, the first of which is exact; passages give the late chunks' rows, too."""
     documents, questions = documents_of(task, text, length, tokenizer, seed)
-    plans = {name: plan for name, plan in PLANS.items() if name != "oracle 192" or length <= ORACLE_UP_TO}
+    plans = {name: plan for name, plan in plans.items() if name != "oracle 192" or length <= ORACLE_UP_TO}
     rows = {name: Row() for name in plans}
     for document in documents:
         for name, plan in plans.items():
@@ -155,7 +159,7 @@ def judged(model: Any, tokenizer: Any, text: Tensor, task: str, length: int, see
             found = (place == 0).double().unflatten(0, (-1, ASKED))
             exact = found if exact is None else exact
             gain = torch.where(place < 10, 1 / (place + 2).double().log2(), 0.0)
-            cosine = (torch.stack(got.vectors) * torch.stack(rows["exact"].vectors)).sum(-1)
+            cosine = (torch.stack(got.vectors) * torch.stack(next(iter(rows.values())).vectors)).sum(-1)
             share = found.sum() / exact.sum().clamp(min=1)
             figures = {"found": found.mean(), "of_exact": share, "ndcg10": gain.mean(), "cosine": cosine.mean()}
             row = {"task": kind, "length": length, "plan": name, "questions": len(place), "among": len(among)}
@@ -172,7 +176,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for task, meaning in TASKS.items():
         text += [f"Found, %: {meaning}", "", "| | " + " | ".join(f"{length:,}" for length in lengths) + " |",
                  "| --- |" + " --- |" * len(lengths)]  # fmt: skip
-        for name in PLANS:
+        for name in (*PLANS, TEACHER):
             cells = {row["length"]: row for row in rows if row["task"] == task and row["plan"] == name}
             shown = [f"{100 * cells[length]['found']:.0f}" if length in cells else "" for length in lengths]
             text.append(f"| {name} | " + " | ".join(shown) + " |")
@@ -215,13 +219,15 @@ def main() -> None:
         from transformers import AutoTokenizer
 
         model, tokenizer = saved_student(options.model), AutoTokenizer.from_pretrained(options.model)
-        text = token_row(read_text(options.text), tokenizer)
+        text, teacher = token_row(read_text(options.text), tokenizer), teacher_and_tokenizer()[0]
         result: dict[str, Any] = {"text_tokens": len(text), "seed": options.seed, "rows": []}
         result["training"] = json.loads((options.model / "training.json").read_text())
         result |= {"machine": machine(), "versions": versions(with_transformers=True)}
         for length in options.lengths:
             for task in ("pass key", "fact", "passage"):
-                new = judged(model, tokenizer, text, task, length, options.seed)
+                new = judged(model, tokenizer, text, task, length, options.seed, PLANS)
+                if length <= teacher.config.max_position_embeddings:
+                    new += judged(teacher, tokenizer, text, task, length, options.seed, {TEACHER: None})
                 for row in new:
                     print(*(f"{name}={row[name]}" for name in SHOWN), flush=True)
                 result["rows"] += new

@@ -1,6 +1,7 @@
-"""Train a small encoder for 8,192 tokens from all-MiniLM-L6-v2, on a CPU, in about an hour and a half.
+"""Train a small encoder for 8,192 tokens from all-MiniLM-L6-v2, on a CPU, in about an hour.
 
-    python -m experiments.long_encoder.train --debs FOLDER --out MODEL
+    python -m experiments.long_encoder.train short --debs FOLDER --out SHORT
+    python -m experiments.long_encoder.train long --debs FOLDER --start SHORT --out MODEL
 
 First, windows of 256 tokens: the student's states shall point where the teacher's do, token by token. This repairs
 what the change of positions broke. Then documents of 2,048 to 8,192 tokens: every stretch of 254 tokens shall point
@@ -24,13 +25,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from experiments.long_encoder.model import TOKENS, framed, pooled, rotary, states, teacher_and_tokenizer
+from experiments.long_encoder.model import TOKENS, framed, pooled, rotary, saved_student, states, teacher_and_tokenizer
 from experiments.long_encoder.tasks import KINDS, PASSAGE, TRAINING, hidden_in, passage_cut, sentences, tokens_of
 from experiments.long_encoder.texts import training_rows
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, normalize
 
 from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 
 CHUNK = 254
 """Tokens that the teacher reads at a time, [CLS] and [SEP] beside them."""
@@ -39,6 +41,20 @@ TEMPERATURE = 0.05
 SENTENCES, PASSAGES = 3, 4
 LENGTHS = {2048: (4, 0.70), 4096: (2, 0.22), 8192: (2, 0.08)}
 """By tokens of a document: documents of a step, and the share of the steps."""
+
+STAGES = {"short": (400, 4e-4, 30), "long": (280, 5e-5, 20)}
+"""Steps, the largest learning rate, and the steps in which it rises. Four times the rate of the long stage destroys
+what the short one has learned."""
+
+WEIGHTS = {"teach": 10.0, "chunk": 1.0, "document": 0.3}
+"""Of the losses of the long stage. At this temperature the gradient of the last is the largest by far: with a weight
+like the others', documents are told apart and their parts lose their meaning."""
+
+EVERY = 10
+"""Steps in one line of the record."""
+
+RECORD = "training.json"
+"""The file of the record, beside the model."""
 
 REMEMBERED = 128
 """Documents of earlier steps that serve as wrong answers."""
@@ -155,66 +171,74 @@ def long_loss(
 def train(
     model: Any, teacher: Any, tokenizer: Any, rows: dict[str, Tensor], options: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Both stages; the record has the losses, each the mean of 20 steps."""
+    """One stage; the record has the losses, each the mean of `EVERY` steps."""
     generator = torch.Generator().manual_seed(options.seed)
     model.train()
     model.embeddings.word_embeddings.weight.requires_grad_(False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, options.rate, weight_decay=0.01, fused=True)
     memory: Memory = deque(maxlen=REMEMBERED)
     shares = torch.tensor([share for _, share in LENGTHS.values()])
     record: list[dict[str, float]] = []
-    begin = perf_counter()
-    for stage, steps, rate in (("short", options.short, 4e-4), ("long", options.long, 2e-4)):
-        optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.01, fused=True)
-        sums: dict[str, float] = {}
-        for step in range(steps):
-            falling = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1, (step + 1) / 30) * falling
-            with torch.autocast("cpu", torch.bfloat16):
-                if stage == "short":
-                    losses = {"token": short_loss(model, teacher, rows, tokenizer, generator)}
-                    loss = losses["token"]
-                else:
-                    length = list(LENGTHS)[int(torch.multinomial(shares, 1, generator=generator))]
-                    batch = batch_of(rows, length, tokenizer, generator)
-                    losses = long_loss(model, teacher, batch, tokenizer, memory, generator)
-                    loss = losses["teach"] + 0.3 * losses["chunk"] + losses["document"]
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0.0) + float(value.detach()) / 20
-            if step % 20 == 19:
-                record.append({"seconds": round(perf_counter() - begin), "step": step + 1})
-                record[-1] |= {name: round(value, 4) for name, value in sums.items()}
-                print(stage, record[-1], f"of {steps} steps", flush=True)
-                sums = {}
-                if step % 100 == 99:
-                    model.save_pretrained(options.out)
+    sums: dict[str, float] = {}
+    rise, begin = STAGES[options.stage][2], perf_counter()
+    for step in range(options.steps):
+        falling = 0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate * min(1, (step + 1) / rise) * falling
+        with torch.autocast("cpu", torch.bfloat16):
+            if options.stage == "short":
+                losses = {"token": short_loss(model, teacher, rows, tokenizer, generator)}
+                loss = losses["token"]
+            else:
+                length = list(LENGTHS)[int(torch.multinomial(shares, 1, generator=generator))]
+                batch = batch_of(rows, length, tokenizer, generator)
+                losses = long_loss(model, teacher, batch, tokenizer, memory, generator)
+                loss = sum(weight * losses[name] for name, weight in WEIGHTS.items())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        for name, value in losses.items():
+            sums[name] = sums.get(name, 0.0) + float(value.detach()) / EVERY
+        if (step + 1) % EVERY == 0:
+            record.append({"seconds": round(perf_counter() - begin), "step": step + 1})
+            record[-1] |= {name: round(value, 4) for name, value in sums.items()}
+            print(options.stage, record[-1], f"of {options.steps} steps", flush=True)
+            sums = {}
     return record
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--debs", type=Path, required=True, help="the folder of the packages (texts.py names them)")
+    parser.add_argument("--start", type=Path, help="the model of the short stage, for the long one")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--short", type=int, default=400, help="steps over windows of 256 tokens")
-    parser.add_argument("--long", type=int, default=320, help="steps over documents")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if (options.stage == "long") != (options.start is not None):
+        parser.error("--start is needed for the long stage, and not known to the short one")
+    steps, rate, _ = STAGES[options.stage]
+    options.steps, options.rate = options.steps or steps, options.rate or rate
     teacher, tokenizer = teacher_and_tokenizer()
     rows = training_rows(options.debs, tokenizer)
-    print({name: len(row) for name, row in rows.items()}, flush=True)
-    model = rotary(teacher)
+    model = rotary(teacher) if options.start is None else saved_student(options.start)
+    earlier = [] if options.start is None else json.loads((options.start / RECORD).read_text())["stages"]
     record = train(model, teacher, tokenizer, rows, options)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    result = {"tokens": {name: len(row) for name, row in rows.items()}, "seed": options.seed, "record": record}
-    result |= {"short": options.short, "long": options.long, "machine": machine()}
-    result["versions"] = versions(with_transformers=True)
-    (options.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
+    stage = {
+        "stage": options.stage,
+        "steps": options.steps,
+        "rate": options.rate,
+        "seed": options.seed,
+        "losses": record,
+    }
+    result = {"tokens": {name: len(row) for name, row in rows.items()}, "stages": [*earlier, stage]}
+    write_json(options.out, RECORD, result | {"machine": machine(), "versions": versions(with_transformers=True)})
 
 
 if __name__ == "__main__":

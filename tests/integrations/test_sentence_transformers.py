@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from experiments.long_documents.run import agreement, documents_of, minilm, run
+from benchmarks.embed import stretched
+from experiments.long_documents.run import documents_of, run
 
 import fewkeys as fk
 from fewkeys.cli import main
@@ -19,7 +20,7 @@ pytest.importorskip("sentence_transformers")
 
 @pytest.fixture(scope="module")
 def encoder():
-    return minilm(768)
+    return stretched(768)
 
 
 @pytest.mark.long
@@ -42,7 +43,6 @@ def test_the_recipe(encoder):
     rows = run(encoder, documents_of(TEXT.read_text(), 3, 200), [32])
     assert [row["plan"] for row in rows] == ["exact", "budget(32, cohorts=1)"]
     assert all(row["seconds"] > 0 and row["megabytes"] > 0 for row in rows)
-    assert rows[1]["cosine"] > 0.9
 
 
 def test_the_page_on_embedding(tmp_path, monkeypatch, capsys):
@@ -63,10 +63,3 @@ def test_the_page_on_embedding(tmp_path, monkeypatch, capsys):
     assert best == "notes/second.txt 0 49"
     assert len(spans) == len(has["chunks"].spans) > 2
     assert has["halves"].vectors.shape == (2, 384)
-
-
-def test_rankings():
-    """The same documents in another order of likeness."""
-    exact, queries = torch.eye(3), torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
-    assert agreement(exact, exact, queries) == {"spearman": 1.0, "same_first": 1.0}
-    assert agreement(exact, exact.flip(0), queries) == {"spearman": -1.0, "same_first": 0.0}
