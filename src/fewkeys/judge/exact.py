@@ -16,8 +16,8 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
-# Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. Memory
-# that glibc gives back is mapped anew, page by page, above 32 MB: with blocks of 128 MB a comparison took twice as long.
+# Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. glibc
+# maps larger pieces than 32 MB anew each time, page by page: with blocks of 128 MB a comparison took twice as long.
 BLOCK = 2**22
 
 
