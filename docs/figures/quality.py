@@ -60,6 +60,21 @@ def _tuned_beside(name: str) -> Callable[[], str]:
     return lambda: f"{_tuned_rows()['tuned']['error'] / _tuned_rows()[name]['error']:.2f}"
 
 
+def _tuned_or_more_slots() -> str:
+    """The tuned plan beside `budget` with as many slots and more: errors, and times of whole models."""
+    run = read("docs/results/tuned/beside.json")
+    times = {(t["name"], t["budget"], t["length"]): t["ms"] for t in run["whole_times"]}
+    exact = {t["length"]: t["exact_ms"] for t in run["whole_times"]}
+    lines = []
+    for row in run["rows"]:
+        name, budget = row["name"], row["budget"]
+        label = name if budget is None else f"`budget({budget})`"
+        cells = [label, f"{row['slots']:.1f}", f"{row['error']:.3f}", f"{row['cosine']:.4f}"]
+        spent = exact if name == "exact" else {length: times[name, budget, length] for length in exact}
+        lines.append([*cells, *(f"{ms:,.0f}" for ms in spent.values())])
+    return table(["plan", "slots", "error", "cosine", *(f"ms at {length:,}" for length in exact)], lines)
+
+
 def _tuned_layers() -> str:
     record = read(CHOICE)["record"]
     return f"{record['layer_error']:.3f} against {record['budget']['layer_error']:.3f}"
@@ -341,6 +356,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tuned.of-budget": _tuned_beside(OURS),
     "tuned.of-the-oracle": _tuned_beside("top-k per query (oracle)"),
     "tuned.layers": _tuned_layers,
+    "tuned.or-more-slots": _tuned_or_more_slots,
     "fit": _fit,
     "fit.pairs.sparsity": _fit_one("ClusterPairs(count=11, lift=1.0)", "sparsity"),
     "fit.pairs.recall": _fit_one("ClusterPairs(count=11, lift=1.0)", "recall"),
