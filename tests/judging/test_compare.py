@@ -263,7 +263,17 @@ def test_timings_are_of_both_and_in_the_report(report):
     for row in report.rows:
         assert row.ms > 0.0
         assert row.exact_ms > 0.0
-    assert report.settings["timed_shape"] == [3, 4, 40, 8]
+    assert report.settings["timed_shape"] == [1, 4, 40, 8]
+
+
+def test_plans_are_timed_on_a_sequence_with_as_many_heads_as_fit(capture, monkeypatch):
+    def shape():
+        return compare(capture, fk.Plan(fk.Window(5))).settings["timed_shape"]
+
+    monkeypatch.setattr("fewkeys.judge.exact.BLOCK", 1)  # errors are those of a key head at a time
+    assert shape() == [1, 4, 40, 8]
+    monkeypatch.setattr("fewkeys.judge.exact.TIMED", 40 * 40 * 2)
+    assert shape() == [1, 2, 40, 8]
 
 
 def test_the_timings_are_medians_of_turns(capture, monkeypatch):

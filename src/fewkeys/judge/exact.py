@@ -19,6 +19,8 @@ from fewkeys.core.gaps import has_interior_padding
 # Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. glibc
 # maps larger pieces than 32 MB anew each time, page by page: with blocks of 128 MB a comparison took twice as long.
 BLOCK = 2**22
+TIMED = 2**25
+"""Of the block that plans are timed on: one sequence, with as many heads as fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +56,14 @@ class Exact:
     heavy: Tensor
 
 
-def blocks(call: AttentionInputs) -> Iterator[Block]:
-    """Cut one attention call into blocks of at most `BLOCK` entries of W (or one sequence and key head).
+def timed_block(call: AttentionInputs) -> Block | None:
+    """The first sequence of a call that has tokens, with as many of its heads as have `TIMED` entries of W at most."""
+    sequence = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
+    return next(blocks(call, min(sequence, TIMED)), None)
+
+
+def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
+    """Cut one attention call into blocks of at most `most` (`BLOCK`) entries of W, or one sequence and key head.
 
     Padding is cut out, which does not change the other rows (masked = deleted). Padded sequences take a block each.
     Queries at padded positions are padding too.
@@ -69,9 +77,9 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
     if padded and mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     group = query.shape[1] // key.shape[1]
-    size = query.shape[2] * key.shape[2] * group
-    heads = max(1, min(key.shape[1], BLOCK // size))
-    rows = 1 if padded or heads < key.shape[1] else max(1, BLOCK // (size * heads))
+    most, size = BLOCK if most is None else most, query.shape[2] * key.shape[2] * group
+    heads = max(1, min(key.shape[1], most // size))
+    rows = 1 if padded or heads < key.shape[1] else max(1, most // (size * heads))
     for b in range(0, query.shape[0], rows):
         q, k, v = (x[b : b + rows] for x in (query, key, value))
         if padded and mask is not None:

@@ -81,11 +81,11 @@ def title(report: Report) -> str:
 
 def notes(report: Report) -> dict[str, str]:
     """The meaning of each column."""
-    batch, _, length, _ = report.settings["timed_shape"]
+    batch, heads, length, _ = report.settings["timed_shape"]
     return {
         "slots": "slots: keys that a query attends to, plus the cost of stand-ins, on average.",
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
-        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
+        "ms": f"ms: attention of {heads} heads over {batch} × {length} tokens.",
         "p50": "p50, p90: the median of these errors, and the value that 90 % of them stay below.",
         "worst head": "worst head: the largest mean error of a head; L5 H6 is head 6 of layer 5, both counted from 0.",
         "mass": "mass: exact attention weight on the kept keys.",
