@@ -1,5 +1,6 @@
 """Predicted graphs: each grouping by its definition, written out naively, and the laws that hold for every selector."""
 
+import itertools
 import math
 
 import pytest
@@ -28,12 +29,13 @@ def projected(selector, q, k):
     return q @ selector.project.query.to(q), k @ selector.project.key.to(k)
 
 
-def naive(selector, q, k, joined):
-    """The mask of the pairs that `joined(query, key, head)` accepts, among projected rows."""
+def naive(selector, q, k, joined, of=lambda row, head: row):
+    """The mask of the pairs that `joined(query, key, head)` accepts, by what `of` says of each projected row."""
     q, k = projected(selector, q, k)
     mask = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool)
-    for b, h, i, j in torch.cartesian_prod(*(torch.arange(n) for n in mask.shape)).tolist():
-        mask[b, h, i, j] = joined(q[b, h, i], k[b, h, j], h)
+    for b, h in itertools.product(*map(range, q.shape[:2])):
+        queries, keys = ([of(row, h) for row in rows[b, h]] for rows in (q, k))
+        mask[b, h] = torch.tensor([[bool(joined(query, key, h)) for key in keys] for query in queries])
     return mask
 
 
@@ -56,12 +58,10 @@ def test_uniform_buckets(beta, seed):
     q[:, :, ::3], k[:, :, ::4] = 1e3 * q[:, :, ::3], 1e3 * k[:, :, ::4]  # tanh rounds to -1 and 1
     selector = predicted(sparsefinder.Buckets(beta, "uniform"), 4, 5)
 
-    def bins(row):
+    def bins(row, _):
         return ((row.tanh() + 1) / 2 * beta).floor().clamp(max=beta - 1)
 
-    assert torch.equal(
-        selector.graph(q, k).to_mask(), naive(selector, q, k, lambda a, b, _: (bins(a) == bins(b)).any())
-    )
+    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, lambda a, b, _: (a == b).any(), bins))
 
 
 @given(beta=st.integers(1, 20), seed=st.integers(0, 99), lengths=st.lists(st.integers(1, 17), min_size=2, max_size=2))
@@ -97,11 +97,12 @@ def test_equal_buckets_by_edges(beta, seed):
     selector = predicted(sparsefinder.Buckets(beta), 4, 5, edges=True)
     begin = selector.fitted
 
-    def joined(a, b, h):
-        bins = [(row[:, None] > edges[h]).sum(-1) for row, edges in ((a, begin.query), (b, begin.key))]
-        return (bins[0] == bins[1]).any()
+    def bins(row, h):
+        return [(row[:, None] > edges[h]).sum(-1) for edges in (begin.query, begin.key)]
 
-    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
+    assert torch.equal(
+        selector.graph(q, k).to_mask(), naive(selector, q, k, lambda a, b, _: (a[0] == b[1]).any(), bins)
+    )
 
 
 @pytest.mark.long
@@ -116,10 +117,10 @@ def test_clusters(count, data, rounds, seed):
         sets = place[h].split(count)
         return [set((row - centres).norm(dim=-1).topk(top, largest=False).indices.tolist()) for centres in sets]
 
-    def joined(a, b, h):
-        return any(one & two for one, two in zip(nearest(a, h), nearest(b, h), strict=True))
+    def joined(a, b, _):
+        return any(one & two for one, two in zip(a, b, strict=True))
 
-    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
+    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined, nearest))
 
 
 @pytest.mark.long
@@ -129,13 +130,13 @@ def test_pairs_of_clusters(count, seed):
     selector = predicted(sparsefinder.ClusterPairs(count, 1.0), 4, 5, seed=seed)
     fitted = selector.fitted
 
-    def joined(a, b, h):
-        query_cluster, theirs = (
-            (row - place[h]).norm(dim=-1).argmin() for row, place in ((a, fitted.query), (b, fitted.key))
-        )
-        return fitted.pairs[h, query_cluster, theirs]
+    def nearest(row, h):
+        return [(row - place[h]).norm(dim=-1).argmin() for place in (fitted.query, fitted.key)]
 
-    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
+    def joined(a, b, h):
+        return fitted.pairs[h, a[0], b[1]]
+
+    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined, nearest))
 
 
 @given(alpha=st.floats(1.1, 2.5), seed=st.integers(0, 99))
