@@ -25,6 +25,7 @@ from experiments.decoders.decoder import read_text
 from experiments.long_encoder.model import framed, pooled, saved_student, states, teacher_and_tokenizer
 from experiments.long_encoder.tasks import JUDGING, KINDS, PASSAGE, hidden_in, passage_cut, sentences, tokens_of
 from experiments.long_encoder.texts import token_row
+from experiments.long_encoder.train import RECORD
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -221,7 +222,7 @@ def main() -> None:
         model, tokenizer = saved_student(options.model), AutoTokenizer.from_pretrained(options.model)
         text, teacher = token_row(read_text(options.text), tokenizer), teacher_and_tokenizer()[0]
         result: dict[str, Any] = {"text_tokens": len(text), "seed": options.seed, "rows": []}
-        result["training"] = json.loads((options.model / "training.json").read_text())
+        result["training"] = json.loads((options.model / RECORD).read_text())
         result |= {"machine": machine(), "versions": versions(with_transformers=True)}
         for length in options.lengths:
             for task in ("pass key", "fact", "passage"):

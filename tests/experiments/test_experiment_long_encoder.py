@@ -54,15 +54,12 @@ def test_one_document_answers_each_question(task):
     assert len({tuple(question.tolist()) for question in questions}) == len(questions)
     for number, question in enumerate(questions):
         own = documents[number // judge.ASKED]
-        # Of a passage, the document has what surrounds it and no token of its own.
-        wanted = [question[0] - 1] if task == "passage" else question[-1:]
-        if task != "passage":
-            who = tokenizer.words  # the sentence shares the person's name with the question
-            names = {token for word, token in who.items() if word[0].isupper()}
-            assert names & {*question.tolist()} & {*own.tolist()}
-        else:
+        if task == "passage":  # the document has what surrounds it and no token of its own
             assert not torch.isin(question, own).any()
-            assert question[0] == 100 or torch.isin(wanted[0], own)
+            assert question[0] == 100 or torch.isin(question[0] - 1, own)
+        else:  # the sentence shares the person's name with the question
+            names = {token for word, token in tokenizer.words.items() if word[0].isupper()}
+            assert names & {*question.tolist()} & {*own.tolist()}
 
 
 def test_words_of_training_are_not_judged():

@@ -18,7 +18,7 @@ from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.integrations.effect import Batch, effects
-from fewkeys.judge.exact import blocks, exact, timed_block
+from fewkeys.judge.exact import blocks, exact, first_sequence
 from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
 from fewkeys.judge.result import Report, Row, Skipped, plain
 from fewkeys.judge.tally import Tally
@@ -161,7 +161,7 @@ def _judge_layers(
         what = f"layer {layer + 1} of {capture.layers}"
         timed = False
         for index, call in enumerate(capture.calls(layer)):
-            cut, sequence = list(blocks(call)), timed_block(call)
+            cut = list(blocks(call))
             for number, block in enumerate(cut):
                 fraction = len(call.query) / len(cut)
                 truth = exact(block, eps)
@@ -176,11 +176,13 @@ def _judge_layers(
                             judge_block(entry, layer, block, truth, where, impl, keys if is_first else None)
                         except ValueError as error:
                             entry.reason = str(error)
-                    if entry.reason is None and not timed and sequence is not None:
-                        time_block(entry, layer, sequence, f"{seed}/timing", repeats, impl)
                     counter(fraction, what)
-                if not timed and sequence is not None:
-                    timed, shape = True, list(sequence.query.shape)
+            if cut and not timed:
+                sequence = first_sequence(call)
+                for entry in entries:
+                    if entry.reason is None:
+                        time_block(entry, layer, sequence, f"{seed}/timing", repeats, impl)
+                timed, shape = True, list(sequence.query.shape)
     return shape
 
 

@@ -17,10 +17,10 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
 # Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. glibc
-# maps larger pieces than 32 MB anew each time, page by page: with blocks of 128 MB a comparison took twice as long.
+# maps pieces of more than 32 MB anew each time, page by page, which takes as long as the arithmetic.
 BLOCK = 2**22
 TIMED = 2**25
-"""Of the block that plans are timed on: one sequence, with as many heads as fit."""
+"""Entries of W that plans are timed on at most, whatever `BLOCK` is: oracles store them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,10 @@ class Exact:
     heavy: Tensor
 
 
-def timed_block(call: AttentionInputs) -> Block | None:
+def first_sequence(call: AttentionInputs) -> Block:
     """The first sequence of a call that has tokens, with as many of its heads as have `TIMED` entries of W at most."""
-    sequence = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
-    return next(blocks(call, min(sequence, TIMED)), None)
+    entries = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
+    return next(blocks(call, min(entries, TIMED)))
 
 
 def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:

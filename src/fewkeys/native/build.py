@@ -225,7 +225,7 @@ def _intact(file: bytes) -> bytes | None:
 
 
 def _flags(counting: bool) -> tuple[str, ...]:
-    """Flags after those of `sets.command`. Kernels that count need not be fast: they compile five times as fast."""
+    """Flags after those of `sets.command`. Kernels that count need not be fast, but compile fast."""
     return ("-DFEWKEYS_COUNT", "-O0") if counting else ()
 
 
