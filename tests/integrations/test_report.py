@@ -175,6 +175,7 @@ def test_the_table_shows_every_row_number_and_reason():
     for name in ["exact", "top-k per query (oracle)", "window", "fewkeys budget *", "tiny-model"]:
         assert name in text
     assert "moments *" not in text  # less error, for twice the slots
+    assert "ms: attention of 2 heads over 3 × 64 tokens." in " ".join(text.split())
     line = next(line for line in text.splitlines() if "window" in line)
     assert line.split() == [
         "window",
