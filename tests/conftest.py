@@ -56,12 +56,3 @@ def once(tmp_path_factory, worker_id):
         return folder
 
     return filled
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """For tests of many tiny operations, where threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -13,7 +13,6 @@ from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder.evaluate import score_graphs
 from tiny_models import close
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = {"en": "a man and the dog run in red rain .", "de": "ein Mann und der Hund laufen in rotem Regen ."}
 
 

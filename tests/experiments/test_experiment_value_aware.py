@@ -17,7 +17,6 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.files import read_json
 from fewkeys.papers import levattention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = list(stages.KERNELS.values())
 LENGTH = 20
 

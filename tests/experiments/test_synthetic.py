@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from fewkeys.papers.levattention import leverage_scores, universal_set
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)

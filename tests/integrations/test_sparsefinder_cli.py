@@ -11,8 +11,6 @@ from fewkeys.papers import sparsefinder
 
 __all__ = ["decoder", "encoder", "words"]  # fixtures
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def run(encoder, words, capsys):

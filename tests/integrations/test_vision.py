@@ -38,7 +38,7 @@ SIZES = {
     "hidden_dropout_prob": 0.0,
     "initializer_range": 0.3,
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 17
 PLANS = [
     fk.Plan(fk.select.Leverage(5)),

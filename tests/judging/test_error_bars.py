@@ -12,7 +12,6 @@ from fewkeys.core.metrics import relative_error
 from fewkeys.judge.error_bars import half_width
 from fewkeys.sketch.random_codes import RandomCodes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 error_bars = fk.metrics.error_bars
 SCAN = fk.budget(24, is_causal=True)
 CAUSAL = Shape(2, 4, 2, 96, 96, 16, 8, is_causal=True)

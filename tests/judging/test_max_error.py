@@ -13,7 +13,6 @@ from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.guard.fallback import Fallbacks, Guard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
 WINDOW = fk.Plan(fk.Window(9))
 

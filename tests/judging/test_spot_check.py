@@ -17,7 +17,6 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute import reference
 from fewkeys.guard import sample
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
 WINDOW = fk.Plan(fk.Window(9))
 spot_check = fk.spot_check

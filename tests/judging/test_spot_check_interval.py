@@ -15,7 +15,6 @@ from fewkeys.guard import sample
 from fewkeys.guard.interval import pool, student
 from fewkeys.guard.sample import Estimates
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOW = fk.Plan(fk.Window(9))
 spot_check = fk.spot_check
 

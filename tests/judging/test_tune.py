@@ -20,8 +20,6 @@ from fewkeys.tuning.candidates import Candidate, splits, variants
 from fewkeys.tuning.score import layer_error, score_layer
 from tiny_models import MODELS, tokens
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLANS = [
     Candidate(fk.budget(12), 12),
     Candidate(Plan(fk.select.KeyNorm(3) | fk.Window(5)), 8),

@@ -18,9 +18,6 @@ from baseline_forms import (
 )
 from fewkeys.papers import sparsefinder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- patterns of positions -----------------------------------------------------------------------------------------
 
 

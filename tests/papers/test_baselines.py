@@ -30,9 +30,6 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder.block_clusters import member_ids
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- hashes --------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ from fewkeys.select import Selector
 from largest import Largest
 
 entmax_package = pytest.importorskip("entmax")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL_WEIGHTS = {
     **WEIGHTS,

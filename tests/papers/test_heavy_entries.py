@@ -11,8 +11,6 @@ from fewkeys.papers.levattention import direct, gram, heavy_entries, search
 from fewkeys.papers.levattention.keys import ScaledKeys
 from odd_keys import KINDS, keys
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def brute(query, key, eps, power, lengths=None):
     """Indices (4, M), values, and the entries' distance to eps, from all scores."""

@@ -13,8 +13,6 @@ from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.projections import PROJECTIONS
 from odd_keys import KINDS, keys
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROJECTION = pytest.mark.parametrize("projection", PROJECTIONS)
 
 

@@ -12,8 +12,6 @@ from fewkeys.papers.levattention.key_sketch import KeySketch
 from fewkeys.sketch.lewis import tensor_bounds
 from odd_keys import KINDS, keys
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):

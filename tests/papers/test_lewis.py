@@ -14,9 +14,6 @@ from odd_keys import KINDS, keys
 POWERS = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def own_share(query, key, f):
     """What query j gives to key j, (1, H, N): the quantity an adversary drives up."""
     weights = f(torch.einsum("bhid,bhjd->bhij", query, key))

@@ -21,9 +21,6 @@ DTYPE = torch.float64
 seeds = st.integers(0, 10_000)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def problem(seed, keys=10, dims=6, rows=8, sharp=2.0, lead=()):
     g = torch.Generator().manual_seed(seed)
     weights = (sharp * torch.randn(*lead, rows, keys, generator=g, dtype=DTYPE)).softmax(-1)

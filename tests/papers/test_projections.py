@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL = pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS)
 
 

@@ -26,9 +26,6 @@ from fewkeys.papers.sparsefinder.loss import hinge, signs
 from predictors import GROUPINGS, planted
 from tiny_models import MODELS, bert, close, far, padded, run, tokens
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- the loss ------------------------------------------------------------------------------------------------------
 
 
@@ -445,7 +442,7 @@ KINDS = {"bidirectional": {}, "causal": {"causal": True}, "padded": {"lengths": 
 
 
 @pytest.fixture(scope="module", params=["projected", "separate", "raw"])
-def finder(request, one_thread):
+def finder(request):
     capture = captured()
     if request.param == "raw":
         return sparsefinder.Sparsefinder.raw(capture)

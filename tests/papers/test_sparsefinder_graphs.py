@@ -17,7 +17,6 @@ from fewkeys.papers.sparsefinder.evaluate import score_graphs
 from fewkeys.papers.sparsefinder.groups import Groups
 from predictors import GROUPINGS, for_shape, planted, predicted
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = {**SHAPES, **CAUSAL_SHAPES}
 SMALL = Shape(batch=2, query_heads=4, kv_heads=2, queries=13, keys=17, head_dim=5)
 SELF = Shape(batch=2, query_heads=4, kv_heads=2, queries=17, keys=17, head_dim=5)
