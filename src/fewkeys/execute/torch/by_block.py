@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.core.graph import Graph, band_block
-from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source
+from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source, assembled
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 CACHED_SCORES = 2**20
@@ -47,7 +46,9 @@ def attend(problem: Problem) -> Tensor:
     if lead:
         # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
-        return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
+        extra = None if graph.extra is None else graph.extra.delayed(lead)
+        led = replace(graph, inputs=whole, extra=extra)
+        return attend(replace(problem, inputs=whole, graph=led))[:, :, lead:]
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(Lists(x, graph.columns))
@@ -64,29 +65,18 @@ def attend(problem: Problem) -> Tensor:
         sources.append(means)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
 
+    query = x.grouped_query().flatten(0, 1)
+
+    def part(heads: slice, start: int, stop: int) -> Tensor:
+        chunk = Chunk.of(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
+        return chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
+
     # Some heads and some blocks of queries at a time, at most `CACHED_SCORES` scores.
     width = sum(source.width for source in sources) * x.gqa_ratio
-    query = x.grouped_query().flatten(0, 1)
     heads = max(1, min(query.shape[0], CACHED_SCORES // max(1, width * x.queries)))
     span = max(1, CACHED_SCORES // (heads * width * size)) * size
-    output = x.value.new_empty((*query.shape[:3], x.value_dim))
-    rows = []
-    for h in range(0, query.shape[0], heads):
-        row, part = [], slice(h, h + heads)
-        for start in range(0, x.queries, span):
-            stop = min(start + span, x.queries)
-            chunk = _chunk(x, query, part, start, stop, size)
-            attended = chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
-            if attended.requires_grad:
-                row.append(attended.to(x.query.dtype))
-            else:
-                output[part, :, start:stop] = attended
-        if row:
-            rows.append(torch.cat(row, 2))
-    # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
-    output = torch.cat(rows) if rows else output
-    by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
-    return by_head
+    spans = [(start, min(start + span, x.queries)) for start in range(0, x.queries, span)]
+    return assembled(x, heads, spans, part)
 
 
 def block_size(graph: Graph) -> int:
@@ -94,15 +84,6 @@ def block_size(graph: Graph) -> int:
     if graph.columns is not None and graph.columns.blocks > 1:
         return graph.columns.size
     return 64 if graph.band is None else band_block(sum(graph.band))
-
-
-def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:
-    rows = working(query[heads, :, start:stop]) * x.scale
-    blocks = -(-(stop - start) // size)
-    if blocks * size > stop - start:
-        rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))
-    rows = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
-    return Chunk(heads, start, blocks, size, x.gqa_ratio, x.offset, rows)
 
 
 def _attend_chunk(
@@ -137,9 +118,3 @@ def _attend_chunk(
         mixed += source.mix(part, chunk)
     output: Tensor = mixed / positive(total)
     return output
-
-
-def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
-    """The graph for inputs whose first `lead` queries are padding."""
-    extra = None if graph.extra is None else graph.extra.delayed(lead)
-    return replace(graph, inputs=inputs, extra=extra)

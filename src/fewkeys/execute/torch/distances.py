@@ -13,15 +13,14 @@ from fewkeys.execute.torch.sources import Chunk
 
 
 class Distances:
-    """Of all heads; `size`: the queries of a block, `band`: the distances at which queries keep every key."""
+    """The bias of all heads; `size`: the queries of a block, `band`: the distances at which queries keep every key."""
 
     def __init__(self, inputs: Inputs, bias: DistanceBias, size: int, band: tuple[int, int] | None) -> None:
         x = inputs
-        reaching = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
-        self.reach, self.size, self.keys = reaching.reach, size, x.keys
-        self.table = reaching.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = reaching.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
-        self.band = band
+        self.bias = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
+        self.reach, self.size, self.keys, self.band = self.bias.reach, size, x.keys, band
+        self.table = self.bias.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
+        self.largest = self.bias.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, width), for columns whose keys are at `place` (H or 1, blocks or 1, width)."""
