@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fewkeys.core.catalogue import is_listed
+from fewkeys.core.catalogue import named_class
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned
@@ -178,8 +178,7 @@ class _Description:
 def check_listed(plan: Plan) -> None:
     """Raise `TypeError` for a plan with a part that `from_dict` could not find by its name."""
     for part in (*plan.parts, plan.rest, plan.weights):
-        if not is_listed(type(part)):
-            name = type(part).__name__
+        if named_class(name := type(part).__name__) is not type(part):
             raise TypeError(
                 f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
                 f"`class {name}(..., listed=True)`, and import it before the plan is loaded"

@@ -1,7 +1,7 @@
 """Files of tensors with facts and a checksum in the header, which are checked on reading.
 
-Kernels trust the shapes in their arguments. So the reader of a file states the expected `Form` of each tensor, and
-`check` refuses all others. The checksum detects flipped bits, and every fault is a `ValueError`.
+Kernels trust shapes, so the reader of a file states the expected `Form` of each tensor. The checksum detects flipped
+bits, and every fault is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ class Form(NamedTuple):
 
 
 def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """Raise `ValueError` unless these are exactly the tensors of these names and forms. Reads each once."""
+    """Raise `ValueError` unless these are exactly the tensors of these names and forms."""
     if odd := sorted(tensors.keys() ^ forms.keys()):
         raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
     for name, form in forms.items():
-        check_form(name, tensors[name], form)
+        _check_form(name, tensors[name], form)
 
 
-def check_form(name: str, tensor: Tensor, form: Form) -> None:
-    """Raise `ValueError` if a tensor does not have this form."""
+def _check_form(name: str, tensor: Tensor, form: Form) -> None:
     fits = tensor.ndim == len(form.shape) and all(
         size in (None, got) for size, got in zip(form.shape, tensor.shape, strict=True)
     )
