@@ -70,8 +70,8 @@ def checked(
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order,
-    so the rows of each head are copied side by side if the plan will answer.
+    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order:
+    they are copied side by side if the plan will answer.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -117,27 +117,22 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
     return Choice(inputs, plan, exact_is_faster(inputs, plan), FASTER)
 
 
-def gives_way(
-    plan: Plan | Sequence[Plan], rows: tuple[Tensor, Tensor, Tensor], is_causal: bool, offset: int, impl: Impl
-) -> bool:
+def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
     """Whether `choose` uses exact attention for all heads of a call with such queries, keys and values.
 
-    It reads no data and decides once for each shape, so that a short input costs little more than without a plan.
+    Decided once for each shape, so that a short input costs little more than without a plan.
     """
     if torch.compiler.is_compiling():
         return False
-    query, key, value = rows
-    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
-    how = (query.dtype, query.device, is_causal, offset, impl, torch.get_num_threads())
-    return _gives_way(plans, query.shape, key.shape, value.shape, *how)
+    plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads())
+    return _gives_way(plans, shapes, *how)
 
 
 @lru_cache(4096)
 def _gives_way(
     plans: tuple[Plan, ...],
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
+    shapes: tuple[torch.Size, ...],
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool,
@@ -147,9 +142,8 @@ def _gives_way(
 ) -> bool:
     if impl != "auto" or not any(one.exact_if_faster for one in plans):
         return False
-    nothing = torch.zeros((), dtype=dtype, device=device)
-    empty_query, empty_key, empty_value = (nothing.expand(shape) for shape in (query, key, value))
-    inputs = Inputs(empty_query, empty_key, empty_value, 1.0, is_causal, offset)
+    query, key, value = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape in shapes)
+    inputs = Inputs(query, key, value, 1.0, is_causal, offset)
     return all(choose(one, part).is_exact for one, _, part in by_plan(inputs, plans))
 
 
@@ -168,10 +162,10 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
 
 
 def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:
-    """The parts of the problem in canonical form, and a function that joins the outputs of the parts.
+    """The parts of the problem in canonical form, and a function that joins their outputs.
 
-    In canonical form padding is zero and squares of all entries are finite. For causal plans that use positions, all
-    padding is behind the real keys; sequences with the same padding are then one part.
+    In canonical form padding is zero and squares of all entries are finite. Causal problems have all padding behind the
+    real keys; sequences with the same padding are then one part.
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
     parts: Sequence[Inputs] = (x,)
@@ -197,14 +191,14 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
 def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
-    If the stand-ins are built block by block from the first token on, the inputs of the graph also begin there: their
-    first `placeholders` queries stand for earlier tokens.
+    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph: their first
+    `placeholders` queries stand for earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     if plan.rest.needs_causal and inputs.offset:
-        parts = [held.recent for part in plan.keep.parts if (held := part.remembered) is not None]
-        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in parts if recent is not None))
+        pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
+        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
     with constants():
         return plan.keep.select(inputs)
 

@@ -26,9 +26,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
-        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, and the resulting
-            errors and slots. "weights", the norm of the weights of every attention layer, identifies the model:
-            `fewkeys.apply` warns if the norms differ.
+        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, errors and slots.
+            `fewkeys.apply` warns if "weights", the norms of the weights of all attention layers, are not the model's.
     """
 
     layers: tuple[tuple[Plan, ...], ...]
@@ -75,7 +74,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""
+        """JSON values: the distinct plans, and for each layer and head the number of its plan."""
         number: dict[Plan, int] = {}
         layers = [[number.setdefault(plan, len(number)) for plan in plans] for plans in self.layers]
         plans = [plan.to_dict() for plan in number]
@@ -83,7 +82,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
-        """The plans that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
+        """The plans that `to_dict` described. learned: by fingerprint, the learned values that they name."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
             kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")

@@ -1,7 +1,7 @@
-"""Removal of padding between real keys, so that causal positions count real keys only.
+"""Removal of padding before real keys, so that causal positions count real keys only.
 
-Rules on positions (blocks, windows, lists that are renewed) require real keys from position 0 on, with padding only
-after them. This module moves any other padding behind the keys, and outputs back to their places.
+Rules on positions (blocks, windows, lists that are renewed) require padding after all real keys. Here other padding is
+moved there, and outputs back to their places.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
     """The same problem without padding before real keys, in parts; and a function that restores the whole output.
 
-    The output (B, Hq, Nq, Dv) is zero for queries of padding. `valid` (B, Nk): that of the inputs. Without an offset
-    there is one part. With one, queries have other positions in each sequence, so sequences with the same padding are
-    a part.
+    The output (B, Hq, Nq, Dv) is zero for queries of padding. valid: of the inputs. Without an offset there is one
+    part. With one, queries have other positions in each sequence, so sequences with the same padding are a part.
     """
     valid_queries = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
     valid_queries = valid_queries[:, inputs.offset : inputs.offset + inputs.queries]
@@ -45,14 +44,8 @@ def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
 
 def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
     keys, queries = _first(valid), _first(valid_queries)
-    moved = replace(
-        x,
-        query=_moved(x.query, queries),
-        key=_moved(x.key, keys),
-        value=_moved(x.value, keys),
-        valid=valid.gather(-1, keys),
-        _memory={},
-    )
+    query, key, value = _moved(x.query, queries), _moved(x.key, keys), _moved(x.value, keys)
+    moved = replace(x, query=query, key=key, value=value, valid=valid.gather(-1, keys), _memory={})
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
         return _moved(outputs[0], queries.argsort(-1)).masked_fill(~valid_queries[:, None, :, None], 0.0)
@@ -61,11 +54,11 @@ def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs],
 
 
 def _each(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    kinds, kind = valid.unique(dim=0, return_inverse=True)
+    patterns, pattern = valid.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
-    for number, real in enumerate(kinds):
-        rows = (kind == number).nonzero().squeeze(-1)
+    for number, real in enumerate(patterns):
+        rows = (pattern == number).nonzero().squeeze(-1)
         real_queries = valid_queries[rows[0]]
         if not bool(real_queries.any() & real.any()):
             continue

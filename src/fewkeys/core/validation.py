@@ -14,7 +14,7 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.impl import COMPILED, Impl, check_impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import lowered, working
+from fewkeys.core.precision import lowered, working_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,17 +80,16 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def largest_entries(*tensors: Tensor) -> list[float]:
-    """The largest magnitude of each; NaN or infinity if an entry is. Costs one read of each."""
+    """The largest magnitude of each tensor; NaN or infinity if an entry is."""
     if torch.compiler.is_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
     ends = [tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
     return [max(abs(low.item()), abs(high.item())) for low, high in ends]
 
 
-def as_they_are(*rows: Tensor) -> tuple[list[float], Rows]:
-    """`largest_entries` of queries, keys and values; and these rows, which other functions of this kind may copy."""
-    query, key, value = rows
-    return largest_entries(*rows), (query, key, value)
+def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
+    """`largest_entries` of the rows; and the rows, which other functions of this kind may copy."""
+    return largest_entries(query, key, value), (query, key, value)
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -137,13 +136,13 @@ def check_inputs(
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
     distance_bias: Tensor | None = None,
-    look: Callable[..., tuple[list[float], Rows]] = as_they_are,
+    look: Callable[[Tensor, Tensor, Tensor], tuple[list[float], Rows]] = as_they_are,
     clear: bool = True,
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    `look`: like `as_they_are`, called if `impl` lets compiled kernels run. `clear`: whether to set keys and values of
-    padding to zero now.
+    look: like `as_they_are`, called if `impl` lets compiled kernels run.
+    clear: whether to set keys and values of padding to zero now.
     """
     q, k, v = (lowered(check_tensor(name, x)) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
@@ -166,7 +165,7 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working(q[:0]).dtype)
+    look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working_dtype(q.dtype))
     (sizes, (q, k, v)), cleared = look(q, k, v), valid is None
     if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
         # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
@@ -192,7 +191,7 @@ def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
         )
     if not bool(table.isfinite().all()):
         raise ValueError("distance_bias: expected finite numbers, got some that are not; hide keys by key_mask")
-    return DistanceBias(table.to(device=query.device, dtype=working(query[:0]).dtype))
+    return DistanceBias(table.to(device=query.device, dtype=working_dtype(query.dtype)))
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:

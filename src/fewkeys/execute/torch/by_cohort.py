@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries
+from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries, marked
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
@@ -134,8 +134,7 @@ class _Near:
         if distances is not None:
             scores = scores + distances.of(around, self.chunk)
         self.position = around[0].repeat_interleave(size, 0)[: x.queries].repeat(x.gqa_ratio, 1)
-        listed = torch.zeros((*columns.index.shape[:3], x.keys), dtype=torch.uint8, device=query.device)
-        listed.scatter_reduce_(-1, columns.index, columns.used.to(torch.uint8), "amax")
+        listed = marked(columns.index, columns.used, x.keys)
         cohort = cohort_of_queries(x, place).unflatten(1, (x.kv_heads, -1)).flatten(2, 3).clamp_min(0)
         at = cohort.unsqueeze(-1) * x.keys + self.position
         hidden = listed.flatten(2).gather(-1, at.flatten(2)).view(at.shape) > 0

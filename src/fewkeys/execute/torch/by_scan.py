@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
@@ -48,7 +48,7 @@ class _Rows:
         self.stand_ins = s if isinstance(s, RangeStandIns) else None
         self.query = x.grouped_query().flatten(0, 1)
         self.key, self.value = x.key.flatten(0, 1), x.value.flatten(0, 1)
-        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working(x.query[:0]).dtype)
+        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working_dtype(x.query.dtype))
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
     def attend(self, heads: slice, start: int, stop: int) -> Tensor:
