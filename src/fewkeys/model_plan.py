@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,9 +61,6 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     def __getitem__(self, layer: Any) -> Any:
         return self.layers[layer]
-
-    def __iter__(self) -> Iterator[tuple[Plan, ...]]:
-        return iter(self.layers)
 
     def __str__(self) -> str:
         distinct = len({plan for plans in self.layers for plan in plans})

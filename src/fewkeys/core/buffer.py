@@ -17,7 +17,7 @@ SPARE = 8
 class Buffer:
     """`rows` (..., count, X) in `held` (..., capacity, X). Appending a row moves SPARE others, on average.
 
-    `least`: the first capacity.
+    least: the first capacity.
     """
 
     held: Tensor
@@ -29,7 +29,7 @@ class Buffer:
         return self.held.narrow(-2, 0, self.count)
 
     def make_room(self, count: int) -> None:
-        """Make room for `count` rows in all, before writing them."""
+        """Make room for `count` rows in all."""
         room = self.held.shape[-2]
         if count > room:
             # Many rows at once get no spare room: the prompt may be the whole stream.

@@ -9,7 +9,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """The time in milliseconds, after a GPU has finished its work."""
+    """The time in milliseconds, once a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1e3 * perf_counter()

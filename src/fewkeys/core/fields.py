@@ -30,7 +30,7 @@ class Fields:
         return rebuilt
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed, those of `DERIVED` fields, too."""
+        """The same with every tensor changed, also those of `DERIVED` fields."""
         rebuilt: Self = _rebuilt(self, "", lambda leaf, name: change(leaf))
         return rebuilt
 
@@ -57,7 +57,7 @@ def _leaves(part: object, name: str, derived: bool) -> Iterator[tuple[str, Tenso
 
 
 def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
-    """What a field holds: names, values, and whether these are derived."""
+    """The fields or items of a part: names, values, and whether they are derived."""
     root = f"{name}." if name else ""
     if type(part) is tuple:
         yield from ((f"{name}{number}", inner, False) for number, inner in enumerate(part))

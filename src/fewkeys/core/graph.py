@@ -209,8 +209,7 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
     number = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
     cohort = torch.full((*place.shape[:2], places + 1), -1, device=place.device)
     cohort.scatter_(-1, place.masked_fill(place < 0, places).flatten(2), number.flatten(2))
-    by_head: Tensor = cohort[..., :places].unflatten(2, (x.gqa_ratio, x.queries))
-    return by_head.flatten(1, 2)
+    return torch.unflatten(cohort[..., :places], 2, (x.gqa_ratio, x.queries)).flatten(1, 2)
 
 
 def band_block(reach: int) -> int:

@@ -111,8 +111,7 @@ class Inputs:
 
     def grouped_query(self) -> Tensor:
         """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
-        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.gqa_ratio))
-        return grouped
+        return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
     def heads(self, index: Tensor) -> Inputs:
         """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""

@@ -54,7 +54,7 @@ def file_name(mark: str) -> str:
 
 
 def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors into `directory` (made if missing), whole or not at all; returns their fingerprint."""
+    """Write tensors into `directory` (made if missing); returns their fingerprint."""
     folder, mark = Path(directory), fingerprint(kind, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / file_name(mark), save(plain(tensors)))
@@ -81,7 +81,7 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
 
 
 def pack(part: Any) -> dict[str, Any]:
-    """A configuration dataclass as JSON-able values: its type and fields, learned values by their fingerprint."""
+    """A configuration dataclass as JSON values: its type and fields, learned values by their fingerprint."""
     if isinstance(part, Learned):
         return {"type": type(part).__name__, "tensors": part.fingerprint}
     if not is_dataclass(part):

@@ -149,8 +149,7 @@ def _of_cohorts(problem: Problem, stand_ins: CohortStandIns, rows: _Rows) -> _Co
 
     def of_queries(tensor: Tensor) -> Tensor:
         by_query = take(_by_query_head(x, tensor).flatten(3), cohort.clamp_min(0))
-        parts: Tensor = by_query.unflatten(-1, tensor.shape[3:])
-        return parts
+        return torch.unflatten(by_query, -1, tensor.shape[3:])
 
     real = True if x.valid is None else x.valid[:, None, None]
     unkept = (real & ~rows.kept).to(rows.query.dtype)

@@ -35,10 +35,10 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
-    if by_scan.knows(problem):
-        return by_scan.attend(problem)
-    if problem.by_cohort:
-        return by_cohort.attend(problem)
+    if (scanned := by_scan.only_scan(graph)) is not None:
+        return by_scan.attend(problem, scanned)
+    if graph.columns is not None and graph.columns.place is not None:
+        return by_cohort.attend(problem, graph.columns, graph.columns.place)
     if graph.rows is not None or graph.full or graph.scan is not None:
         return reference.attend_in_pieces(problem)
     size = block_size(graph)
@@ -116,5 +116,4 @@ def _attend_chunk(
     for source, part in zip(sources[1:], weight[1:], strict=True):
         total += part.sum(-1, keepdim=True)
         mixed += source.mix(part, chunk)
-    output: Tensor = mixed / positive(total)
-    return output
+    return mixed / positive(total)

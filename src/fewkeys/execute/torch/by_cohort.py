@@ -26,19 +26,17 @@ from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
 from fewkeys.rest.base import CohortStandIns, within_reach
 
 
-def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, columns, s = problem.inputs, problem.graph.columns, problem.stand_ins
-    if columns is None or columns.place is None:
-        raise ValueError("graph: expected lists of cohorts, got others")
+def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a graph with these lists of the cohorts at `place`, equal to `reference.attend` up
+    to rounding. Cost O(n slots (D + Dv)).
+    """
+    x, s = problem.inputs, problem.stand_ins
     width = columns.index.shape[3] + (s.count if isinstance(s, CohortStandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
     rows = []
     for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
-        row = [
-            _attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)
-        ]
-        rows.append(torch.cat(row, 1))
+        parts = [(batch, heads) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)]
+        rows.append(torch.cat([_attend(*_part(problem, columns, place, part)) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
 
 
@@ -47,33 +45,28 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _part(problem: Problem, columns: Columns, batch: slice, heads: slice) -> Problem:
-    """The problem of some sequences and key heads."""
-    x, s = problem.inputs, problem.stand_ins
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[batch, heads]
-
-    query, valid = part(x.grouped_query()).flatten(1, 2), None if x.valid is None else x.valid[batch]
+def _part(
+    problem: Problem, columns: Columns, place: Tensor, part: tuple[slice, slice]
+) -> tuple[Problem, Columns, Tensor]:
+    """The arguments of `attend` for some sequences and key heads."""
+    x, s, (batch, heads) = problem.inputs, problem.stand_ins, part
+    query, valid = x.grouped_query()[part].flatten(1, 2), None if x.valid is None else x.valid[batch]
     bias = None if x.bias is None else x.bias.heads(heads, x.gqa_ratio)
-    inputs = replace(x, query=query, key=part(x.key), value=part(x.value), valid=valid, bias=bias, _memory={})
-    place = None if columns.place is None else part(columns.place)
-    lists = Columns(part(columns.index), part(columns.used), columns.size, place)
+    inputs = replace(x, query=query, key=x.key[part], value=x.value[part], valid=valid, bias=bias, _memory={})
+    lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
     if isinstance(s, CohortStandIns):
-        s = s.changed(part)
-    return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
+        s = s.changed(lambda tensor: tensor[part])
+    graph = Graph(inputs, problem.graph.band, lists)
+    return replace(problem, inputs=inputs, graph=graph, stand_ins=s), lists, place[part]
 
 
-def _attend(problem: Problem) -> Tensor:
+def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
     """The output in working precision."""
-    x, columns, s = problem.inputs, problem.graph.columns, problem.stand_ins
-    if columns is None or columns.place is None:
-        raise ValueError("graph: expected lists of cohorts, got others")
-    band, place = problem.graph.band, columns.place.clamp_min(0)
+    x, s, band, place = problem.inputs, problem.stand_ins, problem.graph.band, places.clamp_min(0)
     size = 64 if band is None else band_block(sum(band))
     distances = None if x.bias is None else Distances(x, x.bias, size, band)
     queries = working(x.grouped_query().flatten(2, 3)) * x.scale
-    near = None if band is None else _Near(x, band, columns, columns.place, queries, distances)
+    near = None if band is None else _Near(x, band, columns, places, queries, distances)
     query = take(queries, place)
     list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
     scores = [query @ list_key.mT]
@@ -101,13 +94,12 @@ def _attend(problem: Problem) -> Tensor:
             along = within_reach(query @ working(s.left), s.bounds)
             mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * (along @ s.right)
     if near is None:
-        output = _in_order(x, columns.place, mixed / positive(total))
+        output = _in_order(x, places, mixed / positive(total))
     else:
-        together = _in_order(x, columns.place, torch.cat([mixed, total, weights[1]], -1))
+        together = _in_order(x, places, torch.cat([mixed, total, weights[1]], -1))
         mixed, total, of_near = together.split([x.value_dim, 1, near.scores.shape[-1]], -1)
         output = (mixed + near.mix(of_near)) / positive(total)
-    by_head: Tensor = output.unflatten(2, (x.gqa_ratio, -1))
-    return by_head.flatten(1, 2)
+    return torch.unflatten(output, 2, (x.gqa_ratio, -1)).flatten(1, 2)
 
 
 class _Near:
@@ -142,14 +134,12 @@ class _Near:
 
     def _by_head(self, rows: Tensor) -> Tensor:
         """(B, Hkv, R Nq, X) -> (B Hkv, R, Nq, X)."""
-        by_head: Tensor = rows.unflatten(2, (self.inputs.gqa_ratio, -1)).flatten(0, 1)
-        return by_head
+        return torch.unflatten(rows, 2, (self.inputs.gqa_ratio, -1)).flatten(0, 1)
 
     def _by_query(self, rows: Tensor) -> Tensor:
         """(B Hkv, M, X) in the order of the chunk -> (B, Hkv, R Nq, X)."""
-        by_head = self.chunk.by_query(rows)[:, :, : self.inputs.queries]
-        by_query: Tensor = by_head.flatten(1, 2).unflatten(0, (self.inputs.batch, -1))
-        return by_query
+        by_query = self.chunk.by_query(rows)[:, :, : self.inputs.queries].flatten(1, 2)
+        return torch.unflatten(by_query, 0, (self.inputs.batch, -1))
 
     def mix(self, weights: Tensor) -> Tensor:
         """The weighted sums (B, Hkv, R Nq, Dv) of the values."""
@@ -200,5 +190,4 @@ def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
     # The row of each query; behind the last one for queries of no cohort.
     back = torch.full((*places.shape[:2], queries + 1), places.shape[2], device=place.device)
     back.scatter_(-1, places.masked_fill(places < 0, queries), row)
-    by_query: Tensor = take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
-    return by_query
+    return take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fewkeys.core.graph import Graph
 from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
@@ -21,18 +22,16 @@ from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
 
-def knows(problem: Problem) -> bool:
-    """Whether the graph holds the keys that a scan chose, and no others."""
-    graph = problem.graph
+def only_scan(graph: Graph) -> Scanned | None:
+    """The scan of a graph that holds no other edges, else None."""
     others = (graph.band, graph.columns, graph.rows, graph.extra)
-    return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
+    is_alone = not graph.full and all(other is None for other in others)
+    return graph.scan if isinstance(graph.scan, Scanned) and is_alone else None
 
 
-def attend(problem: Problem) -> Tensor:
+def attend(problem: Problem, scanned: Scanned) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, scanned = problem.inputs, problem.graph.scan
-    if not isinstance(scanned, Scanned):
-        raise ValueError("graph: expected the keys of a scan, got others")
+    x = problem.inputs
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
     starts = [0, *range(BLOCK - x.offset % BLOCK, x.queries, BLOCK)]
@@ -87,8 +86,7 @@ class _Rows:
         if s is not None:
             of_means = weight[2] * left
             mixed, total = mixed + of_means @ mean_values, total + of_means.sum(-1, keepdim=True)
-        by_head: Tensor = (mixed / positive(total)).unflatten(1, (x.gqa_ratio, -1))
-        return by_head
+        return torch.unflatten(mixed / positive(total), 1, (x.gqa_ratio, -1))
 
     def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values that `part` selects."""

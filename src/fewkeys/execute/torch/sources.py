@@ -58,13 +58,11 @@ class Chunk:
 
     def by_block(self, rows: Tensor) -> Tensor:
         """(H, M, ...) -> (H, blocks, gqa_ratio x size, ...)."""
-        by_block: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio * self.size))
-        return by_block
+        return torch.unflatten(rows, 1, (self.blocks, self.gqa_ratio * self.size))
 
     def by_query(self, rows: Tensor) -> Tensor:
         """(H, M, X) -> (H, gqa_ratio, blocks x size, X)."""
-        grouped: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio, self.size))
-        return grouped.transpose(1, 2).flatten(2, 3)
+        return torch.unflatten(rows, 1, (self.blocks, self.gqa_ratio, self.size)).transpose(1, 2).flatten(2, 3)
 
 
 def in_blocks(rows: Tensor, size: int) -> Tensor:
@@ -72,8 +70,7 @@ def in_blocks(rows: Tensor, size: int) -> Tensor:
     blocks = -(-rows.shape[2] // size)
     if blocks * size > rows.shape[2]:
         rows = pad(rows, (0, 0, 0, blocks * size - rows.shape[2]))
-    block_major: Tensor = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
-    return block_major
+    return torch.unflatten(rows, 2, (blocks, size)).transpose(1, 2).flatten(1, 3)
 
 
 def assembled(
@@ -94,17 +91,14 @@ def assembled(
             else:
                 output[part, :, start:stop] = attended
         rows += [torch.cat(row, 2)] if row else []
-    by_head: Tensor = (torch.cat(rows) if rows else output).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
-    return by_head
+    return torch.unflatten(torch.cat(rows) if rows else output, 0, (x.batch, x.kv_heads)).flatten(1, 2)
 
 
 class Source(ABC):
     """Some of the entries of every row."""
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Columns that the source adds to every row."""
+    width: int
+    """Columns that the source adds to every row."""
 
     @abstractmethod
     def scores(self, chunk: Chunk) -> Tensor:
@@ -137,8 +131,7 @@ class KeySource(Kept):
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
     at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-    gathered: Tensor = working(rows.gather(1, at)).unflatten(1, index.shape[1:])
-    return gathered
+    return torch.unflatten(working(rows.gather(1, at)), 1, index.shape[1:])
 
 
 class Lists(KeySource):
@@ -147,14 +140,10 @@ class Lists(KeySource):
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
         self.index, used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
         self.hidden = None if bool(used.all()) else ~used
-        self.spoken_for, self.is_causal = columns.blocks > 1, inputs.is_causal
+        self.spoken_for, self.is_causal, self.width = columns.blocks > 1, inputs.is_causal, self.index.shape[2]
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         if columns.blocks == 1:  # which all chunks read
             self.key, self.value = _gather(self.key, self.index), _gather(self.value, self.index)
-
-    @property
-    def width(self) -> int:
-        return self.index.shape[-1]
 
     def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
         return _gather(rows[chunk.heads], chunk.part(self.index)) if rows.ndim == 3 else rows[chunk.heads]
@@ -191,17 +180,13 @@ class Band(KeySource):
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
         reach = max(inputs.keys, inputs.queries + inputs.offset)
         self.left, self.right = min(band[0], reach), min(band[1], reach)
-        self.size, self.keys = size, inputs.keys
+        self.size, self.keys, self.width = size, inputs.keys, size + self.left + self.right
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         device = inputs.key.device
         step = torch.arange(self.width, device=device) - torch.arange(size, device=device)[:, None]
         self.inside = (step >= 0) & (step <= self.left + self.right)
         self.columns = columns
         self.padding = None if inputs.valid is None else (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
-
-    @property
-    def width(self) -> int:
-        return self.size + self.left + self.right
 
     def _stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
         """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
@@ -271,11 +256,7 @@ class Means(Source):
             # The factors are one more column of the values.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
         self.total = s.total.flatten(0, 1).unsqueeze(1)
-        self.stand_ins, self.near = s, near
-
-    @property
-    def width(self) -> int:
-        return self.key.shape[1]
+        self.stand_ins, self.near, self.width = s, near, s.count
 
     @property
     def member(self) -> Tensor:
@@ -319,20 +300,15 @@ class PastMeans(Source):
     """The stand-ins that each block of queries has of its past."""
 
     def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
-        self.key, self.value, self.bias, self.size = (
+        self.key, self.value, bias, self.size = (
             tensor.flatten(0, 1) for tensor in (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
         )
-        self.tilted = tilted
-
-    @property
-    def width(self) -> int:
-        return self.key.shape[2]
+        self.bias = bias if tilted else bias.masked_fill(bias > -torch.inf, 0.0)
+        self.tilted, self.width = tilted, self.key.shape[2]
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.by_block(chunk.query) @ chunk.part(self.key).mT
-        bias = chunk.part(self.bias)
-        bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
-        return (scores + bias.unsqueeze(2)).flatten(1, 2)
+        return (scores + chunk.part(self.bias).unsqueeze(2)).flatten(1, 2)
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
         """How many keys each stand-in represents, (H, M, C); None where the bias includes it."""
