@@ -76,12 +76,12 @@ def checked(
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
     plans = (plan,) if isinstance(plan, Plan) else plan
-    scattered = any(one.keep is not None and one.keep.cohort_lists > 1 for one in plans)
+    has_cohorts = any(plan.keep is not None and plan.keep.cohort_lists > 1 for plan in plans)
     how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
         rows = query, key, value
-        if scattered and not gives_way(plan, rows, *how):
+        if has_cohorts and not gives_way(plan, rows, *how):
             return native.by_head(*rows)
         return native.largest(*rows), rows
 
@@ -90,7 +90,7 @@ def checked(
 
 def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head; corrected by the guard, if any."""
-    parts = [(run(choose(one, part, guard), guard), heads) for one, heads, part in by_plan(inputs, plan)]
+    parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
     if len(parts) == 1:
         return parts[0][0]
     output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
@@ -140,11 +140,11 @@ def _gives_way(
     impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
 ) -> bool:
-    if impl != "auto" or not any(one.exact_if_faster for one in plans):
+    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
         return False
     query, key, value = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape in shapes)
     inputs = Inputs(query, key, value, 1.0, is_causal, offset)
-    return all(choose(one, part).is_exact for one, _, part in by_plan(inputs, plans))
+    return all(choose(plan, part).is_exact for plan, _, part in by_plan(inputs, plans))
 
 
 @full_precision()
@@ -220,11 +220,11 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 def never_exact(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
     """The plan, or the plans, without `exact_if_faster`: they run although exact attention may be faster."""
-    return plan.never_exact() if isinstance(plan, Plan) else tuple(one.never_exact() for one in plan)
+    return plan.never_exact() if isinstance(plan, Plan) else tuple(part.never_exact() for part in plan)
 
 
 def check_plan(plan: object) -> None:
     """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
-    for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
-        if not isinstance(one, Plan):
-            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")
+    for part in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
+        if not isinstance(part, Plan):
+            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(part).__name__}; budget(slots) makes one")

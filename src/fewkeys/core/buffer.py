@@ -15,36 +15,36 @@ SPARE = 8
 
 @dataclass(eq=False)
 class Buffer:
-    """`rows` (..., count, X) in `held` (..., capacity, X). Appending a row moves SPARE others, on average.
+    """`rows` (..., count, X) in `storage` (..., capacity, X). Appending a row moves SPARE others, on average.
 
     least: the first capacity.
     """
 
-    held: Tensor
+    storage: Tensor
     count: int = 0
     least: int = LEAST
 
     @property
     def rows(self) -> Tensor:
-        return self.held.narrow(-2, 0, self.count)
+        return self.storage.narrow(-2, 0, self.count)
 
     def make_room(self, count: int) -> None:
         """Make room for `count` rows in all."""
-        room = self.held.shape[-2]
+        room = self.storage.shape[-2]
         if count > room:
             # Many rows at once get no spare room: the prompt may be the whole stream.
-            self.held = self._moved(self.rows, max(self.least, count, room + room // SPARE))
+            self.storage = self._moved(self.rows, max(self.least, count, room + room // SPARE))
 
     def append(self, rows: Tensor) -> None:
         """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
         self.make_room(total)
-        self.held.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
+        self.storage.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
         self.count = total
 
     def holding(self, rows: Tensor) -> Buffer:
         """A buffer of the same kind with a copy of rows (..., N, X), in new memory."""
-        return Buffer(self._moved(rows, max(rows.shape[-2], self.held.shape[-2])), rows.shape[-2], self.least)
+        return Buffer(self._moved(rows, max(rows.shape[-2], self.storage.shape[-2])), rows.shape[-2], self.least)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         return self.holding(self.rows)

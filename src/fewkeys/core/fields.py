@@ -42,7 +42,7 @@ class Fields:
         """Bytes of memory; shared memory counts once."""
         sizes: dict[int, int] = {}
         for _, leaf in _leaves(self, "", True):
-            tensor = leaf.held if isinstance(leaf, Buffer) else leaf
+            tensor = leaf.storage if isinstance(leaf, Buffer) else leaf
             if tensor.numel():
                 sizes[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
         return sum(sizes.values())

@@ -183,7 +183,7 @@ class Coded(Fields):
 
     def held(self) -> tuple[Tensor, ...]:
         """All buffers that a kernel reads."""
-        return tuple(buffer.held for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
+        return tuple(buffer.storage for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self.rows.read(0, self.rows.count))

@@ -39,24 +39,24 @@ class Distances:
         mass = self.mass(member[chunk.heads], chunk.heads, chunk.first_key, chunk.blocks)
         return (logarithm(mass) + self.largest[chunk.heads][:, None, :, None, None]).flatten(1, 3)
 
-    def mass(self, held: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
-        """(H, blocks, R, size, C): sums of `held` (H, Nk, C) over all keys outside the band, times exp(bias - largest).
+    def mass(self, member: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
+        """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band.
 
-        Of blocks of queries from the place `first_key` on. A block meets the keys within `reach` by one small matrix,
-        the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
+        For blocks of queries from the place `first_key` on. The weights of the keys within `reach` are one small
+        matrix, the same for all blocks. Keys before and after have one bias each: prefix sums give their sums.
         """
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
-        width, device = self.size + 2 * self.reach, held.device
+        width, device = self.size + 2 * self.reach, member.device
         step = torch.arange(width, device=device) - self.reach - torch.arange(self.size, device=device)[:, None]
         near = weight[:, :, step.clamp(-self.reach, self.reach) + self.reach]
         first = first_key - self.reach
         last = first + (blocks - 1) * self.size + width
         if self.band is not None:
             near = near.masked_fill((step >= -self.band[0]) & (step <= self.band[1]), 0.0)
-        around = stretch(held, first, last).unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
+        around = stretch(member, first, last).unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
         product = torch.unflatten(near.flatten(1, 2) @ around.mT, 1, (-1, self.size))
         mass = torch.unflatten(product, 3, (blocks, -1)).movedim(3, 1)
-        sums = pad(held.cumsum(1), (0, 0, 1, 0))
+        sums = pad(member.cumsum(1), (0, 0, 1, 0))
         starts = first + torch.arange(blocks, device=device) * self.size
         ahead = sums[:, starts.clamp(0, self.keys)]
         behind = sums[:, -1:] - sums[:, (starts + width).clamp(0, self.keys)]
