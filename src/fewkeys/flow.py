@@ -57,7 +57,7 @@ def attention(
     max_error: float | Guard | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
-    """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
+    """`fewkeys.attention` of a plan, or of one plan for each key head."""
     inputs = checked(query, key, value, plan, **options)
     guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
     if guard is not None:

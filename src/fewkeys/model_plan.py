@@ -96,9 +96,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
-        file.
-        """
+        """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; each file whole."""
         data = self.to_dict()
         for plans in self.layers:
             for plan in plans:

@@ -22,7 +22,8 @@ class Fields:
 
     def tensors(self, root: str = "") -> dict[str, Tensor]:
         """All tensors by dotted names, in a fixed order, but for those of `DERIVED` fields."""
-        return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in _leaves(self, root, False)}
+        leaves = [(name, leaf) for name, leaf, derived in _leaves(self, root) if not derived]
+        return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in leaves}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], root: str = "") -> Self:
         """The same with the tensors of these names; `KeyError` where one is missing."""
@@ -40,20 +41,16 @@ class Fields:
 
     def bytes(self) -> int:
         """Bytes of memory; shared memory counts once."""
-        sizes: dict[int, int] = {}
-        for _, leaf in _leaves(self, "", True):
-            tensor = leaf.storage if isinstance(leaf, Buffer) else leaf
-            if tensor.numel():
-                sizes[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
-        return sum(sizes.values())
+        tensors = [leaf.storage if isinstance(leaf, Buffer) else leaf for _, leaf, _ in _leaves(self, "")]
+        return sum({part.data_ptr(): part.numel() * part.itemsize for part in tensors if part.numel()}.values())
 
 
-def _leaves(part: object, name: str, derived: bool) -> Iterator[tuple[str, Tensor | Buffer]]:
+def _leaves(part: object, name: str, derived: bool = False) -> Iterator[tuple[str, Tensor | Buffer, bool]]:
+    """The names of all tensors and buffers, and whether they are in derived fields."""
     if isinstance(part, Tensor | Buffer):
-        yield name, part
+        yield name, part, derived
     for inner_name, inner, is_derived in _inside(part, name):
-        if derived or not is_derived:
-            yield from _leaves(inner, inner_name, derived)
+        yield from _leaves(inner, inner_name, derived or is_derived)
 
 
 def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:

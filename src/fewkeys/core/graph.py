@@ -60,15 +60,17 @@ class Columns:
 class ScanEdges(Protocol):
     """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
-    def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+    def mask(self, start: int, stop: int) -> Tensor: ...
 
 
-class ExtraEdges(ScanEdges, Protocol):
+class ExtraEdges(Protocol):
     """Edges of another kind. A frozen value of tensors; `mask` alone defines the edges."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
 
     def __or__(self, other: Self) -> Self:
         """The edges of either."""

@@ -103,8 +103,7 @@ def learned_parts(value: object) -> Iterator[Learned]:
         for item in value:
             yield from learned_parts(item)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from learned_parts(getattr(value, field.name))
+        yield from learned_parts([getattr(value, field.name) for field in fields(value)])
 
 
 def save_learned(directory: str | os.PathLike[str], configuration: object) -> None:

@@ -1,8 +1,7 @@
 """The plan in time and memory linear in the number of tokens, in plain torch.
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
-product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Extra edges are a source of their own. Blocks are grouped into chunks that fit the cache.
+product; the band is another, over overlapping views of the keys. Blocks are grouped into chunks that fit the cache.
 Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
@@ -105,8 +104,8 @@ def _attend_chunk(
     elif means is not None:
         multiplicity = means.multiplicity(chunk)
         if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in without keys must not decide the row's largest score. A mean cannot: it is an average
-            # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
+            # A stand-in without keys must not decide the row's largest score. Without curvature it cannot: it is an
+            # average of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
     if multiplicity is not None:
