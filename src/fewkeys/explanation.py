@@ -28,8 +28,8 @@ class Explanation:
         runs: exact attention or the plan.
         reason: why.
         exact_ms, plan_ms: the expected times of both; None if they do not decide.
-        executor: which code runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
-        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None if they run.
+        executor: the code that runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
+        uncompiled: why `impl="auto"` does not run compiled kernels; None if it does.
         kernels: the instruction set of these kernels; None if they do not run.
     """
 
@@ -61,7 +61,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
-    parts = () if choice.is_exact else flow.canonicalise(choice)[0]
+    parts = [] if choice.is_exact else flow.canonicalise(choice)[0]
     if not parts:  # exact attention, or padding alone
         return explanation
     executor, uncompiled = dispatch.choose(flow.prepare(parts[0], choice.plan))

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Unpack
@@ -21,7 +21,7 @@ from torch import Tensor
 from fewkeys import native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
-from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
+from fewkeys.core.gaps import Restore, without_gaps
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
@@ -161,19 +161,14 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     return restore(outputs)
 
 
-def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:
+def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     """The parts of the problem in canonical form, and a function that joins their outputs.
 
     In canonical form padding is zero and squares of all entries are finite. Causal problems have all padding behind the
     real keys; sequences with the same padding are then one part.
     """
-    plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
-    parts: Sequence[Inputs] = (x,)
-    restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
-    if x.valid is not None and plan.keep is not None and has_gaps(x):
-        if x.bias is not None and has_interior_padding(x.valid):
-            raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
-        parts, restore = without_gaps(x, x.valid)
+    x, unit = rescaled(choice.inputs.clear())
+    parts, restore = without_gaps(x)
     return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
 
 

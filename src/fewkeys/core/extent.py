@@ -24,10 +24,14 @@ STRONGEST = {torch.float32: 30, torch.float64: 59}
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest entries of queries, keys and values require rescaling. `dtype`: the working precision."""
+    """Whether the largest entries of queries, keys and values require rescaling; True for NaN and infinity.
+
+    dtype: the working precision.
+    """
     query, key, value = largest
     scaled = query * max(1.0, abs(scale))  # Python's floats are float64
-    return max(scaled, key, value) > 2.0**LARGEST or scaled * min(1.0, abs(scale)) * key * dim > 2.0 ** STRONGEST[dtype]
+    are_small = all(entry <= 2.0**LARGEST for entry in (scaled, key, value))
+    return not (are_small and scaled * min(1.0, abs(scale)) * key * dim <= 2.0 ** STRONGEST[dtype])
 
 
 def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:

@@ -63,7 +63,7 @@ class Inputs:
 
     @property
     def whole(self) -> Shard:
-        """The sequence of the statistics: these keys and queries, or those of all shards."""
+        """The sequence that statistics are of: these keys and queries, or those of all shards."""
         return Shard(WHOLE, 0, self.keys, 0, self.queries) if self.shard is None else self.shard
 
     @property

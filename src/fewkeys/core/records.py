@@ -1,4 +1,4 @@
-"""Checked reading of JSON: malformed text, or values that are not of the declared type, raise `ValueError`."""
+"""Checked reading of JSON: malformed text and values that are not of the declared type raise `ValueError`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fewkeys.core.catalogue import Catalogue, Listed
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
-"""The key of the checksum in a sealed object, over all other entries."""
+"""The key of the checksum, over all other entries of an object."""
 DEEPEST = 64
 """The most levels of lists and objects in a file; beyond Python's limit there is only `RecursionError`."""
 

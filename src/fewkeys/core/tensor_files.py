@@ -44,22 +44,19 @@ def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
     if odd := sorted(tensors.keys() ^ forms.keys()):
         raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
     for name, form in forms.items():
-        _check_form(name, tensors[name], form)
-
-
-def _check_form(name: str, tensor: Tensor, form: Form) -> None:
-    fits = tensor.ndim == len(form.shape) and all(
-        size in (None, got) for size, got in zip(form.shape, tensor.shape, strict=True)
-    )
-    if not fits or tensor.dtype != form.dtype:
-        wanted = tuple("any" if size is None else size for size in form.shape)
-        raise ValueError(f"expected {name} {wanted} of {form.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
-    if not tensor.numel() or tensor.dtype == torch.bool:
-        return
-    if tensor.is_floating_point() and bool((tensor.isnan() if form.infinite else ~tensor.isfinite()).any()):
-        raise ValueError(f"expected finite numbers in {name}, got NaN or infinity")
-    if (least := tensor.min().item()) < form.least:
-        raise ValueError(f"expected numbers of at least {form.least} in {name}, got {least}")
+        tensor, shape = tensors[name], tensors[name].shape
+        fits = len(shape) == len(form.shape) and all(
+            size in (None, got) for size, got in zip(form.shape, shape, strict=True)
+        )
+        if not fits or tensor.dtype != form.dtype:
+            wanted = tuple("any" if size is None else size for size in form.shape)
+            raise ValueError(f"expected {name} {wanted} of {form.dtype}, got {tuple(shape)} of {tensor.dtype}")
+        if not tensor.numel() or tensor.dtype == torch.bool:
+            continue
+        if tensor.is_floating_point() and bool((tensor.isnan() if form.infinite else ~tensor.isfinite()).any()):
+            raise ValueError(f"expected finite numbers in {name}, got NaN or infinity")
+        if (least := tensor.min().item()) < form.least:
+            raise ValueError(f"expected numbers of at least {form.least} in {name}, got {least}")
 
 
 def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -166,25 +166,25 @@ def check_inputs(
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
     look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working_dtype(q.dtype))
-    (sizes, (q, k, v)), cleared = look(q, k, v), valid is None
-    if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
+    sizes, (q, k, v) = look(q, k, v)
+    is_large, cleared = needs_rescaling(sizes, *shape), valid is None
+    if is_large and valid is not None:
         # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
-        (sizes, (q, k, v)), cleared = look(q, k, v), True
+        sizes, (q, k, v) = look(q, k, v)
+        is_large, cleared = needs_rescaling(sizes, *shape), True
     if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
-    large, bias = needs_rescaling(sizes, *shape), _check_bias(distance_bias, q)
-    at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
-    inputs = Inputs(*at, impl=impl, needs_rescaling=large, bias=bias, cleared=cleared)
+    bias, at = _check_bias(distance_bias, q), (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+    inputs = Inputs(*at, impl=impl, needs_rescaling=is_large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs
 
 
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
     if table is None:
         return None
-    heads = query.shape[1]
-    right = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == heads and table.shape[1] % 2
-    if not isinstance(table, Tensor) or not right or not table.is_floating_point():
+    heads, is_table = query.shape[1], isinstance(table, Tensor) and table.is_floating_point() and table.ndim == 2
+    if not isinstance(table, Tensor) or not is_table or table.shape[0] != heads or table.shape[1] % 2 == 0:
         raise ValueError(
             f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), one row for each query head, of the "
             f"distances -R .. R, got {_describe(table)}"

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.core.buffer import Buffer
 from fewkeys.core.extent import needs_rescaling
-from fewkeys.core.fields import DERIVED, Fields
+from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.graph import Graph, band_block
+from fewkeys.core.graph import band_block
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
@@ -40,8 +40,10 @@ def attend(problem: Problem) -> Tensor:
         return by_cohort.attend(problem, graph.columns, graph.columns.place)
     if graph.rows is not None or graph.full or graph.scan is not None:
         return reference.attend_in_pieces(problem)
-    size = block_size(graph)
-    lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
+    lead, size = 0, 64 if graph.band is None else band_block(sum(graph.band))
+    if graph.columns is not None and graph.columns.blocks > 1:
+        size = graph.columns.size
+        lead = x.offset % size
     if lead:
         # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
@@ -76,13 +78,6 @@ def attend(problem: Problem) -> Tensor:
     span = max(1, CACHED_SCORES // (heads * width * size)) * size
     spans = [(start, min(start + span, x.queries)) for start in range(0, x.queries, span)]
     return assembled(x, heads, spans, part)
-
-
-def block_size(graph: Graph) -> int:
-    """Queries per block: those of the graph's lists, or a size that fits the band's reach."""
-    if graph.columns is not None and graph.columns.blocks > 1:
-        return graph.columns.size
-    return 64 if graph.band is None else band_block(sum(graph.band))
 
 
 def _attend_chunk(
