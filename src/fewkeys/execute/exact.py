@@ -82,11 +82,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     fused = partial(
-        scaled_dot_product_attention,
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=x.gqa_ratio > 1,
+        scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
     )
     rows = query, x.key, x.value
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):

@@ -81,11 +81,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def _attend_chunk(
-    chunk: Chunk,
-    sources: list[Source],
-    means: Means | PastMeans | None,
-    weights: Weights,
-    distances: Distances | None,
+    chunk: Chunk, sources: list[Source], means: Means | PastMeans | None, weights: Weights, distances: Distances | None
 ) -> Tensor:
     """The output of a chunk's queries, (H, M, Dv)."""
     parts = [source.scores(chunk) for source in sources]
