@@ -96,7 +96,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; each file whole."""
+        """Write `model_plan.json` and learned tensors into `directory` (made if missing), as `Plan` does."""
         data = self.to_dict()
         for plans in self.layers:
             for plan in plans:

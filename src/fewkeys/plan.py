@@ -140,7 +140,7 @@ class Plan:
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `plan.json` into `directory` (made if missing), learned tensors beside it; each file as a whole.
+        """Write `plan.json` and learned tensors into `directory` (made if missing): each file whole or not at all.
 
         `TypeError` for a part of your own that no catalogue lists, since it could not be loaded again.
         """

@@ -113,11 +113,12 @@ class Inputs:
         """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
         return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
-    def heads(self, index: Tensor) -> Inputs:
-        """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
-        query = self.grouped_query()[:, index].flatten(1, 2)
+    def heads(self, index: Tensor | slice, batch: slice = slice(None)) -> Inputs:
+        """The same problem for the key heads `index` (H,) and the query heads that read them, of some sequences."""
+        query, key, value = (rows[batch, index] for rows in (self.grouped_query(), self.key, self.value))
+        valid = None if self.valid is None else self.valid[batch]
         bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
-        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], bias=bias, _memory={})
+        return replace(self, query=query.flatten(1, 2), key=key, value=value, valid=valid, bias=bias, _memory={})
 
     def from_start(self, reach: int) -> Inputs:
         """The same problem with placeholder queries for all earlier tokens, so that the first query is at position 0.

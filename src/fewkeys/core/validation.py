@@ -187,7 +187,7 @@ def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
     if not isinstance(table, Tensor) or not is_table or table.shape[0] != heads or table.shape[1] % 2 == 0:
         raise ValueError(
             f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), one row for each query head, of the "
-            f"distances -R .. R, got {_describe(table)}"
+            f"distances -R .. R, got {describe(table)}"
         )
     if not bool(table.isfinite().all()):
         raise ValueError("distance_bias: expected finite numbers, got some that are not; hide keys by key_mask")
@@ -202,7 +202,7 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
         if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (batch, keys):
             raise ValueError(
                 f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, "
-                f"got {_describe(key_mask)}"
+                f"got {describe(key_mask)}"
             )
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:
@@ -210,7 +210,7 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     if not isinstance(lengths, Tensor):
         lengths = torch.as_tensor(lengths, device="cpu")
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {_describe(lengths)}")
+        raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
     if int(lengths.min()) < 0 or int(lengths.max()) > keys:
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")
     if int(lengths.min()) == keys:
@@ -218,5 +218,6 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     return torch.arange(keys, device=key.device) < lengths.to(key.device)[:, None]
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
+    """The dtype and shape of a tensor, or the type of anything else, for messages."""
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -49,10 +49,8 @@ def _part(
     problem: Problem, columns: Columns, place: Tensor, part: tuple[slice, slice]
 ) -> tuple[Problem, Columns, Tensor]:
     """The arguments of `attend` for some sequences and key heads."""
-    x, s, (batch, heads) = problem.inputs, problem.stand_ins, part
-    query, valid = x.grouped_query()[part].flatten(1, 2), None if x.valid is None else x.valid[batch]
-    bias = None if x.bias is None else x.bias.heads(heads, x.gqa_ratio)
-    inputs = replace(x, query=query, key=x.key[part], value=x.value[part], valid=valid, bias=bias, _memory={})
+    s, (batch, heads) = problem.stand_ins, part
+    inputs = problem.inputs.heads(heads, batch)
     lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
     if isinstance(s, CohortStandIns):
         s = s.changed(lambda tensor: tensor[part])
