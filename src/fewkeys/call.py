@@ -50,32 +50,30 @@ def attention(
         keep: the keys attended to exactly, for example `Leverage(16) | Window(17)`; None: all, exact attention.
         rest: what stands in for the others; default `Drop()`: nothing.
         weights: how scores become weights; default `Softmax()`.
-        plan: the three together, instead of `keep`, `rest` and `weights`; or one plan for each key head, as
-            `fewkeys.tune` finds them.
+        plan: the three together; or one plan for each key head, as `fewkeys.tune` finds them.
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
         lengths: (B,) integers: how many keys of each sequence, the first ones, are real. The output at padded queries
             of self-attention is defined but meaningless.
-        key_mask: bool (B, Nk), True for real keys, wherever they stand; instead of `lengths`.
+        key_mask: bool (B, Nk), True for real keys, wherever they are; instead of `lengths`.
         query_offset: position of the first query among the keys (0 aligns upper-left, as torch's SDPA does; Nk - Nq
             for decoding with a cache).
         generator: source of randomness for plans that draw; default: seed 0 at every call.
-        impl: which code runs, for statistics and attention alike; refused with the reason where it cannot.
-            "reference": dense, the definition itself. "torch": operations of torch, in linear time and memory (oracle
+        impl: the code for statistics and attention; refused with the reason where it cannot run.
+            "reference": dense, the definition. "torch": operations of torch, in linear time and memory (oracle
             selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
-            with gradients, over all but extra edges, `Moments` and lists for every query. "auto":
-            "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
-            key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
-            by a model of this machine. Its measurements are kept for 30 days, for an hour if other work disturbed
-            them; until they expire, the same call takes the same way.
+            with gradients, over all but extra edges, `Moments` and lists for every query. "auto": "native" where it
+            can, else "torch". All but "reference" answer exactly where the plan keeps every key. For plans with
+            `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is faster, by a model of
+            this machine: its measurements are kept for 30 days, for an hour if other work disturbed them.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
-            queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
+            queries computed exactly, is above this. `fewkeys.Guard` says what that costs and means; a `Guard` in place
             of the number counts how often it happens.
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
-            query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; a
-            stand-in has `log(mean of exp(bias))` over the keys that it speaks for, weighted as they are in it
-            (`fewkeys.core.distances`). Oracles and lists of cohorts choose keys with it, other rules without. For plans
-            of windows and lists with nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
+            query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for a
+            stand-in `log(mean of exp(bias))` over its keys, with their weights in it (`fewkeys.core.distances`).
+            Oracles and lists of cohorts choose keys with it, other rules without. For plans of windows and lists with
+            nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.
@@ -83,21 +81,20 @@ def attention(
     Raises:
         TypeError, ValueError: malformed input, naming the argument, what was expected, what came, and the fix.
 
-    Gradients flow through the kept keys and values and through the stand-ins; the selection carries none.
-    `torch.compile` breaks its graph at the call, which runs as without it.
-    Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
+    Gradients flow through kept keys, values and stand-ins, not through the selection. `torch.compile` breaks its graph
+    at the call. Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     if unknown:
         raise unknown_option(next(iter(unknown)))
-    chosen = _plan(plan, keep, rest, weights)
+    plan = _plan(plan, keep, rest, weights)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
     if torch.compiler.is_compiling():
         from fewkeys.uncompiled import outside
 
-        output: Tensor = outside(query, key, value, plan=chosen, max_error=max_error, **options)
+        output: Tensor = outside(query, key, value, plan=plan, max_error=max_error, **options)
         return output
-    return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
+    return flow.attention(query, key, value, plan=plan, max_error=max_error, **options)
 
 
 def _plan(

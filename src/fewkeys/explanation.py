@@ -28,8 +28,8 @@ class Explanation:
         runs: exact attention or the plan.
         reason: why.
         exact_ms, plan_ms: the expected times of both; None if they do not decide.
-        executor: which code runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
-        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None if they run.
+        executor: the code that runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
+        uncompiled: why `impl="auto"` does not run compiled kernels; None if it does.
         kernels: the instruction set of these kernels; None if they do not run.
     """
 
@@ -54,19 +54,17 @@ class Explanation:
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
     """What `fewkeys.attention` does with such a call on this machine, and why.
 
-    Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends,
-    but does not attend. For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
+    Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends.
+    For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
-    if choice.is_exact:
+    parts = [] if choice.is_exact else flow.canonicalise(choice)[0]
+    if not parts:  # exact attention, or padding alone
         return explanation
-    problems = [flow.prepare(part, choice.plan) for part in flow.canonicalise(choice)[0]]
-    if not problems:  # padding alone: there is nothing to run
-        return explanation
-    executor, uncompiled = dispatch.choose(problems[0])
+    executor, uncompiled = dispatch.choose(flow.prepare(parts[0], choice.plan))
     kernels = instruction_set() if executor == "native" else None
     return replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
 
@@ -78,8 +76,7 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     x, plan = choice.inputs, choice.plan
     times = expected(x, plan)
     if times is None:
-        operations = plan_operations(x, plan), exact_operations(x)
-        reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
-        return Explanation(runs, reason)
+        operations = f"{plan_operations(x, plan):.0f} operations per query against {exact_operations(x):.0f}"
+        return Explanation(runs, f"{operations} of exact attention")
     ms = f"about {in_words(times.plan)} for the plan, {in_words(times.exact)} for exact attention"
     return Explanation(runs, f"{ms}, by what this machine was measured to do", times.exact, times.plan)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Unpack
@@ -21,7 +21,7 @@ from torch import Tensor
 from fewkeys import native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
-from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
+from fewkeys.core.gaps import Restore, without_gaps
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
@@ -57,7 +57,7 @@ def attention(
     max_error: float | Guard | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
-    """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
+    """`fewkeys.attention` of a plan, or of one plan for each key head."""
     inputs = checked(query, key, value, plan, **options)
     guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
     if guard is not None:
@@ -70,18 +70,18 @@ def checked(
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order,
-    so the rows of each head are copied side by side if the plan will answer.
+    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order:
+    they are copied side by side if the plan will answer.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
     plans = (plan,) if isinstance(plan, Plan) else plan
-    scattered = any(one.keep is not None and one.keep.cohort_lists > 1 for one in plans)
+    has_cohorts = any(plan.keep is not None and plan.keep.cohort_lists > 1 for plan in plans)
     how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
         rows = query, key, value
-        if scattered and not gives_way(plan, rows, *how):
+        if has_cohorts and not gives_way(plan, rows, *how):
             return native.by_head(*rows)
         return native.largest(*rows), rows
 
@@ -90,7 +90,7 @@ def checked(
 
 def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head; corrected by the guard, if any."""
-    parts = [(run(choose(one, part, guard), guard), heads) for one, heads, part in by_plan(inputs, plan)]
+    parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
     if len(parts) == 1:
         return parts[0][0]
     output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
@@ -117,27 +117,22 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
     return Choice(inputs, plan, exact_is_faster(inputs, plan), FASTER)
 
 
-def gives_way(
-    plan: Plan | Sequence[Plan], rows: tuple[Tensor, Tensor, Tensor], is_causal: bool, offset: int, impl: Impl
-) -> bool:
+def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
     """Whether `choose` uses exact attention for all heads of a call with such queries, keys and values.
 
-    It reads no data and decides once for each shape, so that a short input costs little more than without a plan.
+    Decided once for each shape, so that a short input costs little more than without a plan.
     """
     if torch.compiler.is_compiling():
         return False
-    query, key, value = rows
-    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
-    how = (query.dtype, query.device, is_causal, offset, impl, torch.get_num_threads())
-    return _gives_way(plans, query.shape, key.shape, value.shape, *how)
+    plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads())
+    return _gives_way(plans, shapes, *how)
 
 
 @lru_cache(4096)
 def _gives_way(
     plans: tuple[Plan, ...],
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
+    shapes: tuple[torch.Size, ...],
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool,
@@ -145,12 +140,11 @@ def _gives_way(
     impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
 ) -> bool:
-    if impl != "auto" or not any(one.exact_if_faster for one in plans):
+    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
         return False
-    nothing = torch.zeros((), dtype=dtype, device=device)
-    empty_query, empty_key, empty_value = (nothing.expand(shape) for shape in (query, key, value))
-    inputs = Inputs(empty_query, empty_key, empty_value, 1.0, is_causal, offset)
-    return all(choose(one, part).is_exact for one, _, part in by_plan(inputs, plans))
+    query, key, value = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape in shapes)
+    inputs = Inputs(query, key, value, 1.0, is_causal, offset)
+    return all(choose(plan, part).is_exact for plan, _, part in by_plan(inputs, plans))
 
 
 @full_precision()
@@ -167,19 +161,14 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     return restore(outputs)
 
 
-def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:
-    """The parts of the problem in canonical form, and a function that joins the outputs of the parts.
+def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
+    """The parts of the problem in canonical form, and a function that joins their outputs.
 
-    In canonical form padding is zero and squares of all entries are finite. For causal plans that use positions, all
-    padding is behind the real keys; sequences with the same padding are then one part.
+    In canonical form padding is zero and squares of all entries are finite. Causal problems have all padding behind the
+    real keys; sequences with the same padding are then one part.
     """
-    plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
-    parts: Sequence[Inputs] = (x,)
-    restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
-    if x.valid is not None and plan.keep is not None and has_gaps(x):
-        if x.bias is not None and has_interior_padding(x.valid):
-            raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
-        parts, restore = without_gaps(x, x.valid)
+    x, unit = rescaled(choice.inputs.clear())
+    parts, restore = without_gaps(x)
     return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
 
 
@@ -197,14 +186,14 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
 def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
-    If the stand-ins are built block by block from the first token on, the inputs of the graph also begin there: their
-    first `placeholders` queries stand for earlier tokens.
+    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph: their first
+    `placeholders` queries stand for earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     if plan.rest.needs_causal and inputs.offset:
-        parts = [held.recent for part in plan.keep.parts if (held := part.remembered) is not None]
-        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in parts if recent is not None))
+        pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
+        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
     with constants():
         return plan.keep.select(inputs)
 
@@ -226,11 +215,11 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 def never_exact(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
     """The plan, or the plans, without `exact_if_faster`: they run although exact attention may be faster."""
-    return plan.never_exact() if isinstance(plan, Plan) else tuple(one.never_exact() for one in plan)
+    return plan.never_exact() if isinstance(plan, Plan) else tuple(part.never_exact() for part in plan)
 
 
 def check_plan(plan: object) -> None:
     """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
-    for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
-        if not isinstance(one, Plan):
-            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")
+    for part in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
+        if not isinstance(part, Plan):
+            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(part).__name__}; budget(slots) makes one")

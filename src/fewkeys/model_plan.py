@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,9 +26,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
-        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, and the resulting
-            errors and slots. "weights", the norm of the weights of every attention layer, identifies the model:
-            `fewkeys.apply` warns if the norms differ.
+        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, errors and slots.
+            `fewkeys.apply` warns if "weights", the norms of the weights of all attention layers, are not the model's.
     """
 
     layers: tuple[tuple[Plan, ...], ...]
@@ -63,9 +62,6 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     def __getitem__(self, layer: Any) -> Any:
         return self.layers[layer]
 
-    def __iter__(self) -> Iterator[tuple[Plan, ...]]:
-        return iter(self.layers)
-
     def __str__(self) -> str:
         distinct = len({plan for plans in self.layers for plan in plans})
         return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
@@ -75,7 +71,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""
+        """JSON values: the distinct plans, and for each layer and head the number of its plan."""
         number: dict[Plan, int] = {}
         layers = [[number.setdefault(plan, len(number)) for plan in plans] for plans in self.layers]
         plans = [plan.to_dict() for plan in number]
@@ -83,7 +79,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
-        """The plans that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
+        """The plans that `to_dict` described. learned: by fingerprint, the learned values that they name."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
             kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
@@ -100,9 +96,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
-        file.
-        """
+        """Write `model_plan.json` and learned tensors into `directory` (made if missing), as `Plan` does."""
         data = self.to_dict()
         for plans in self.layers:
             for plan in plans:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fewkeys.core.catalogue import is_listed
+from fewkeys.core.catalogue import named_class
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned
@@ -23,9 +23,7 @@ FILE = "plan.json"
 MODEL_FILE = "model_plan.json"
 """The file of a `ModelPlan`."""
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""A budget has `COHORT_SLOTS / slots` cohorts, at most `MOST_COHORTS`. More reduce the error by less than the time to
-prepare them is worth.
-"""
+"""A budget has `COHORT_SLOTS / slots` cohorts, at most `MOST_COHORTS`: more are not worth the time to prepare them."""
 MOST_RANK = 8
 """The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
 OWN_BLOCK = BLOCK // 2 + 1
@@ -45,8 +43,7 @@ class Plan:
         rest: the stand-ins; `Drop()` for none.
         weights: the kernel.
         exact_if_faster: `impl="auto"` may answer with exact attention where that is faster than the plan.
-        is_causal: the plan is for causal attention alone, and refuses other calls. Without, it takes both where its
-            parts do.
+        is_causal: the plan is for causal attention alone, and refuses other calls.
     """
 
     keep: Selector | None = None
@@ -67,13 +64,13 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Selector, ...]:
-        """The single rules of `keep`; none where it is None."""
+        """The single rules of `keep`."""
         return () if self.keep is None else self.keep.parts
 
     @property
     def scanned(self) -> int:
         """How many keys each query chooses by a scan of all keys (`KeyScan`); 0 without one."""
-        return max((held.scan for part in self.parts if (held := part.remembered) is not None), default=0)
+        return max((past.scan for part in self.parts if (past := part.remembered) is not None), default=0)
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
@@ -83,29 +80,31 @@ class Plan:
                 "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
                 "where they see every key"
             )
-        if self.rest.needs_causal and not inputs.is_causal and self.keep is not None:
+        if self.keep is None:
+            return
+        rest = type(self.rest).__name__
+        if self.rest.needs_causal and not inputs.is_causal:
             raise ValueError(
-                f"is_causal: {type(self.rest).__name__} stands for the past of every query; expected is_causal=True, "
-                "got False; use ClusterMeans where queries see the whole sequence"
+                f"is_causal: {rest} stands for the past of every query; expected is_causal=True, got False; use "
+                "ClusterMeans where queries see the whole sequence"
             )
-        if inputs.is_causal and self.keep is not None:
-            if not self.rest.causal:
-                raise ValueError(
-                    f"is_causal: {type(self.rest).__name__} summarises the future too; use "
-                    "budget(slots, is_causal=True), or rest=RunningMeans(count) beside RecentBlocks, or Drop()"
-                )
-            if not self.keep.causal:
-                raise ValueError(
-                    f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
-                    "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
-                )
+        if inputs.is_causal and not self.rest.causal:
+            raise ValueError(
+                f"is_causal: {rest} summarises the future too; use budget(slots, is_causal=True), or "
+                "rest=RunningMeans(count) beside RecentBlocks, or Drop()"
+            )
+        if inputs.is_causal and not self.keep.causal:
+            raise ValueError(
+                f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
+                "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
+            )
 
     def never_exact(self) -> Plan:
-        """The same plan without leave to give way to exact attention where that is faster."""
+        """The same plan without `exact_if_faster`: it runs although exact attention may be faster."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
-        """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""
+        """What a query pays: the mean number of keys that it keeps, plus the price of the stand-ins."""
         return kept + self.rest.slots(head_dim, value_dim)
 
     def __str__(self) -> str:
@@ -115,10 +114,7 @@ class Plan:
         return text if self.weights == Softmax() else f"{text}, {self.weights}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-able values; `Plan.from_dict` is its inverse.
-
-        Learned tensors (projections, centroids) are named by their fingerprint: `save_pretrained` keeps them.
-        """
+        """The plan as JSON values; `from_dict` is the inverse. Learned tensors are named by their fingerprints."""
         return {
             "format": FORMAT,
             "keep": None if self.keep is None else [pack(part) for part in self.parts],
@@ -130,21 +126,21 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
-        """The plan that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
+        """The plan that `to_dict` described. learned: by fingerprint, the learned values that it names."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
         try:
-            said = build(_Description, data, learned)
-            keep = None if said.keep is None else united(said.keep)
-            return cls(keep, said.rest, said.weights, said.exact_if_faster, said.is_causal)
+            plan = build(_Description, data, learned)
+            keep = None if plan.keep is None else united(plan.keep)
+            return cls(keep, plan.rest, plan.weights, plan.exact_if_faster, plan.is_causal)
         except (ValueError, OverflowError) as error:
             raise ValueError(
                 f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves.
+        """Write `plan.json` and learned tensors into `directory` (made if missing): each file whole or not at all.
 
         `TypeError` for a part of your own that no catalogue lists, since it could not be loaded again.
         """
@@ -178,8 +174,7 @@ class _Description:
 def check_listed(plan: Plan) -> None:
     """Raise `TypeError` for a plan with a part that `from_dict` could not find by its name."""
     for part in (*plan.parts, plan.rest, plan.weights):
-        if not is_listed(type(part)):
-            name = type(part).__name__
+        if named_class(name := type(part).__name__) is not type(part):
             raise TypeError(
                 f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
                 f"`class {name}(..., listed=True)`, and import it before the plan is loaded"
@@ -195,22 +190,22 @@ def budget(
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` applies to causal plans. "all" keeps every key in memory, and each query chooses keys by the codes of all
-    keys (docs/codes.md). "constant" deletes keys after it has summarised them, for streams and caches that must not
-    grow. Below 19 slots there is little room beside the unfinished block of keys, and both give the same plan.
-
     Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
-    cluster means; each query also has a window. The window has at most 1.5 times the root of the slots, and the rank of
-    the first-order term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number
-    of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64 slots, 16 for 192. More cohorts
-    have a smaller error and take longer to prepare. With `cohorts=1` all queries of a head share a list (three
-    sixteenths of the slots) and means, and a quarter of the slots is a window. The shares were chosen on encoders of
-    text, speech, images and molecules, each left out once (experiments/encoders).
+    cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
+    term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a
+    power of two, by default about 4096 / slots, at most 64; more cohorts have a smaller error and take longer to
+    prepare. With `cohorts=1` all queries of a head share a list (three sixteenths of the slots) and means, and a
+    quarter of the slots is a window. The shares were chosen on encoders of text, speech, images and molecules, each
+    left out once (experiments/encoders).
 
-    For a causal plan with all keys in memory, 17 slots are the unfinished block, on average over the block. A 32nd of
-    the slots, at least one, are means of the keys that are not kept. All other slots are keys that the query chooses.
-    In constant memory, about half of the slots are recent blocks of keys, on average over a block, and all others are
-    means of the keys before them.
+    With `is_causal=True`, `memory` is "all" or "constant":
+
+    - "all": every key stays in memory, and each query chooses keys by the codes of all keys (docs/codes.md). 17 slots
+      are the unfinished block, on average; a 32nd of the slots, at least one, are means of the keys that are not kept;
+      all others are keys that the query chooses.
+    - "constant": keys are deleted after they were summarised, for streams and caches that must not grow. About half of
+      the slots are recent blocks of keys, on average; all others are means of the keys before them. So is "all" below
+      19 slots, which leave little room beside the unfinished block.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.
@@ -224,23 +219,30 @@ def budget(
         cohorts = 1 if is_causal else 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
     if check_cohorts("budget", cohorts) > 1 and is_causal:
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
-    if is_causal and memory == "all" and slots >= LEAST_SCANNED:
-        means = max(1, slots // MEANS_OF_SCAN)
-        keep = KeyScan(slots - OWN_BLOCK - means)
-        return Plan(keep, BlockMeans(means), Softmax(), exact_if_faster=True, is_causal=True)
     if is_causal:
-        if slots < 8:
-            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True, is_causal=True)
-        size = 1 << ((slots // 3).bit_length() - 1)
-        recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 keys of the unfinished block
-        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True, is_causal=True)
+        keep, rest = _scan(slots) if memory == "all" and slots >= LEAST_SCANNED else _recent(slots)
+        return Plan(keep, rest, exact_if_faster=True, is_causal=True)
     if slots == 1:
-        return Plan(Window(1), Drop(), Softmax())
+        return Plan(Window(1))
     outliers, window, rank = _shared_split(slots) if cohorts == 1 else _cohort_split(slots)
-    means = slots - rank - outliers - window - (_factors(slots) if rank else 0)
-    kept: Selector = Outliers(outliers, means, cohorts=cohorts)
-    rest = ClusterMeans(means, rank, cohorts)
-    return Plan(kept | Window(window) if window else kept, rest, Softmax(), exact_if_faster=True)
+    factors = 1 + slots // 128 if rank else 0  # a bound of the slots means / (D + Dv) of factors, for D + Dv >= 64
+    means = slots - rank - outliers - window - factors
+    keep = Outliers(outliers, means, cohorts=cohorts)
+    return Plan(keep | Window(window) if window else keep, ClusterMeans(means, rank, cohorts), exact_if_faster=True)
+
+
+def _scan(slots: int) -> tuple[Selector, Rest]:
+    means = max(1, slots // MEANS_OF_SCAN)
+    return KeyScan(slots - OWN_BLOCK - means), BlockMeans(means)
+
+
+def _recent(slots: int) -> tuple[Selector, Rest]:
+    """Recent blocks and means of the keys before them; with fewer than 8 slots, a window alone."""
+    if slots < 8:
+        return Window(slots), Drop()
+    size = 1 << ((slots // 3).bit_length() - 1)
+    recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 keys of the unfinished block
+    return RecentBlocks(size), RunningMeans(slots - recent)
 
 
 def _cohort_split(slots: int) -> tuple[int, int, int]:
@@ -251,10 +253,5 @@ def _cohort_split(slots: int) -> tuple[int, int, int]:
 
 
 def _shared_split(slots: int) -> tuple[int, int, int]:
-    """The same without cohorts. Below 12 slots one more mean reduces the error further than a window."""
+    """The same with a list that all queries share. Below 12 slots, one more mean is worth more than a window."""
     return (slots * 3 // 16, slots // 4 | 1, slots // 8) if slots >= 12 else (max(1, slots // 4), 0, slots // 8)
-
-
-def _factors(slots: int) -> int:
-    """An upper bound of the slots of the first-order factors, means / (D + Dv), for D + Dv >= 64."""
-    return 1 + slots // 128

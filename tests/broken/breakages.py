@@ -182,7 +182,7 @@ BREAKAGES = (
     Breakage(
         "neighbours by torch: stand-ins speak for keys that the window keeps",
         "execute/torch/by_cohort.py",
-        "spoken_for - take(band.counts(s), place)",
+        "spoken_for - take(near.counts(s), place)",
         "spoken_for",
         (AROUND,),
     ),
@@ -385,8 +385,8 @@ BREAKAGES = (
     Breakage(
         "scans: ranges weigh the keys that the query keeps, too",
         "execute/torch/by_scan.py",
-        "left = size - held",
-        "left = size + 0 * held",
+        "left = size - kept",
+        "left = size + 0 * kept",
         (SCANS,),
     ),
     Breakage(

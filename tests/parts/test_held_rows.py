@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from fewkeys.core.buffer import Buffer
+from fewkeys.core.fields import Buffer
 from fewkeys.execute import dispatch
 from fewkeys.memory import Stream
 from fewkeys.memory.rows import LARGEST, HeldRows

@@ -8,18 +8,17 @@ from time import perf_counter
 import torch
 
 
-def now(device: torch.device) -> float:
-    """The time in milliseconds, after a GPU has finished its work."""
+def clock(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that `work` takes, until a GPU has finished it."""
+    start = _now(device)
+    work()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1e3 * perf_counter()
-
-
-def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `work` takes."""
-    start = now(device)
-    work()
-    return now(device) - start
 
 
 def in_words(milliseconds: float) -> str:

@@ -14,9 +14,8 @@ def aligned(
 ) -> tuple[list[str], list[str]]:
     """The lines of a table whose columns are the keys of the rows, and the names of the columns that are shown.
 
-    The first column is on the left, the others on the right. Where the table is wider than `width`, columns are left
-    out in the order of `drop`, and then cells of the first column are cut. `headings`: lines to put above the rows of
-    these numbers.
+    A table wider than `width` loses columns in the order of `drop`; then cells of the first column are cut.
+    headings: lines to put above the rows of these numbers.
     """
     if not rows:
         return [], []

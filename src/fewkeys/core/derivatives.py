@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,23 +11,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
+@contextmanager
+def constants() -> Iterator[None]:
     """Results computed inside are constant for all derivatives; also a decorator.
 
     `torch.no_grad` alone stops gradients, but not derivatives in forward mode (`torch.func.jvp`).
     """
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        torch._C._set_fwd_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self.before[0])
-        torch._C._set_fwd_grad_enabled(self.before[1])
-
-    def _recreate_cm(self) -> constants:
-        return constants()
+    forward = torch._C._is_fwd_grad_enabled()
+    torch._C._set_fwd_grad_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch._C._set_fwd_grad_enabled(forward)
 
 
 def are_transformed(*tensors: Tensor) -> bool:
@@ -57,7 +53,7 @@ def gradients_by_torch(
 
     gradients: of the outputs; None where an output has none.
     """
-    # Inputs may depend on each other. Each copy gets only its own part of the gradient.
+    # Inputs may depend on each other: each copy gets its own part of the gradient alone.
     again = torch.is_grad_enabled()
     leaves = [rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
     with torch.enable_grad():

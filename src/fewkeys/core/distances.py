@@ -12,16 +12,16 @@ from torch import Tensor
 class DistanceBias:
     """The bias of the score of a query at place i and key j: `table[h, clamp(j - i, -R, R) + R]`.
 
-    table (Hq, 2 R + 1), in working precision. The keys of a stand-in have many distances; its bias is the logarithm of
-    the mean of exp(bias) over its keys that the query sees, with their weights in the stand-in, or with equal weights
-    where cohorts have stand-ins. If scores and distances were independent inside a cluster, its mass would be exact.
+    table (Hq, 2 R + 1), in working precision. The bias of a stand-in is the logarithm of the mean of exp(bias) over its
+    keys that the query sees, with their weights in the stand-in, or with equal weights where cohorts have stand-ins. If
+    scores and distances were independent inside a cluster, its mass would be exact.
     """
 
     table: Tensor
 
     @property
     def reach(self) -> int:
-        """R: at larger distances the bias is constant on either side."""
+        """R: beyond it the bias is constant on either side."""
         return self.table.shape[1] // 2
 
     @property
@@ -34,17 +34,17 @@ class DistanceBias:
         return DistanceBias(self.table.unflatten(0, (-1, ratio))[index].flatten(0, 1))
 
     def reaching(self, least: int, most: int) -> DistanceBias:
-        """The same bias with a reach from `least` to `most`; no distance exceeds `most`."""
+        """The same bias with a reach from `least` to `most`, which no distance exceeds."""
         reach = min(max(self.reach, least), most)
         index = torch.arange(-reach, reach + 1, device=self.table.device).clamp(-self.reach, self.reach)
         return self if reach == self.reach else DistanceBias(self.table[:, index + self.reach])
 
     def of(self, first: int, stop: int, keys: int) -> Tensor:
-        """The bias (Hq, queries, keys) of queries at places first .. stop - 1. As large as their scores."""
+        """The bias (Hq, queries, keys) of queries at places first .. stop - 1."""
         return self.from_last(first, stop, keys).flip(1)
 
     def from_last(self, first: int, stop: int, keys: int) -> Tensor:
-        """The same with the last query first: overlapping pieces of (Hq, queries + keys - 1) numbers, a view."""
+        """The same with the last query first: a view of (Hq, queries + keys - 1) numbers."""
         distance = torch.arange(1 - stop, keys - first, device=self.table.device)
         return self.at(torch.arange(len(self.table), device=distance.device)[:, None], distance).unfold(1, keys, 1)
 

@@ -2,13 +2,11 @@
 
 `p_j = max(0, z_j - tau)^r` with `z = (alpha - 1) s`, `r = 1 / (alpha - 1)` and tau such that the row sums to one
 (Peters, Niculae, Martins, "Sparse Sequence-to-Sequence Models", ACL 2019). With the largest z moved to 0, tau lies in
-[-1, 0).
+[-1, 0). Hidden entries carry -inf; a row without visible entries gives zeros.
 
 For alpha <= 2 the sum is convex in tau, so Newton's steps from tau = -1 climb to the root and never pass it. For
 alpha = 2 a step solves for tau on the entries above the last one, and the last step is exact (Michelot, 1986); for
-alpha = 1.5 and all others convergence is quadratic, and stops at rounding. For alpha > 2 tau is found by bisection. A
-step costs one pass over the entries; nothing is sorted. Hidden entries carry -inf; a row without visible entries gives
-zeros.
+others convergence is quadratic, and stops at rounding. For alpha > 2 tau is found by bisection. Nothing is sorted.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.derivatives import are_transformed, constants
+from fewkeys.core.precision import working
 
 BISECTIONS = 60
 NEWTON_STEPS = 100
@@ -28,12 +27,8 @@ NEWTON_STEPS = 100
 
 def entmax(scores: Tensor, alpha: float) -> Tensor:
     """alpha-entmax along the last dimension of `scores` (..., N), alpha > 1. Cost O(N) per row and step."""
-    rows = (scores.double() if scores.dtype == torch.float64 else scores.float()).reshape(-1, scores.shape[-1])
-    weights: Tensor
-    if are_transformed(rows):
-        weights = _by_operations(rows, alpha)
-    else:
-        weights = _Entmax.apply(rows, alpha)  # type: ignore[no-untyped-call]
+    rows = working(scores).reshape(-1, scores.shape[-1])
+    weights: Tensor = (_by_operations if are_transformed(rows) else _Entmax.apply)(rows, alpha)
     return weights.view(scores.shape).to(scores.dtype)
 
 
@@ -83,8 +78,8 @@ def _bisection(z: Tensor, power: float) -> Tensor:
 def _by_operations(rows: Tensor, alpha: float) -> Tensor:
     """The same by operations that have derivatives of every kind.
 
-    Newton's steps from the root do not move, but carry derivatives: a step makes those of the first order right, the
-    next one those up to the third.
+    Newton's steps from the root do not move, but carry derivatives: the first step those of the first order, the second
+    those up to the third.
     """
     z, power = _shifted(rows, alpha), 1 / (alpha - 1)
     with constants():

@@ -1,8 +1,8 @@
 """Rescaling of inputs whose squares would overflow.
 
-Attention does not change when keys become k / b and queries q b, and its output is linear in the values, so every head
-can be rescaled; powers of two scale without rounding. Scores beyond the size at which neighbouring floats are 64 apart
-are scaled down to it: one key has all the weight in either case.
+Attention is the same for keys k / b and queries q b, and linear in the values; powers of two scale without rounding.
+Scores beyond the size at which neighbouring floats are 64 apart are scaled down to it: one key has all the weight in
+either case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 
 LARGEST = 40
 """log2 of the largest query, key or value: sums of 2^47 squares of them are safe in float32."""
@@ -24,10 +24,14 @@ STRONGEST = {torch.float32: 30, torch.float64: 59}
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest query, key and value require rescaling. `dtype`: the working precision."""
+    """Whether the largest entries of queries, keys and values require rescaling; True for NaN and infinity.
+
+    dtype: the working precision.
+    """
     query, key, value = largest
     scaled = query * max(1.0, abs(scale))  # Python's floats are float64
-    return max(scaled, key, value) > 2.0**LARGEST or scaled * min(1.0, abs(scale)) * key * dim > 2.0 ** STRONGEST[dtype]
+    are_small = all(entry <= 2.0**LARGEST for entry in (scaled, key, value))
+    return not (are_small and scaled * min(1.0, abs(scale)) * key * dim <= 2.0 ** STRONGEST[dtype])
 
 
 def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
@@ -42,7 +46,7 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
         query, key, value = (_exponent(rows) for rows in (x.grouped_query(), x.key, x.value))
         scale, power = math.frexp(x.scale)
         query = query + power
-        excess = (query + key + math.ceil(math.log2(x.head_dim)) - STRONGEST[working(x.query[:0]).dtype]).clamp_min(0)
+        excess = (query + key + math.ceil(math.log2(x.head_dim)) - STRONGEST[working_dtype(x.query.dtype)]).clamp_min(0)
         far = (query > LARGEST) | (key > LARGEST) | (excess > 0)
         down = key.where(far, 0)
         up = (power + down - excess).repeat_interleave(x.gqa_ratio, 1)

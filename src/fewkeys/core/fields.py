@@ -1,17 +1,65 @@
-"""Operations that all dataclasses of tensors share; the first dimension of every tensor is the batch."""
+"""Growing arrays of rows, and the operations that all dataclasses of tensors share.
+
+The first dimension of every tensor is the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from fewkeys.core.buffer import Buffer
-
+LEAST = 256
+"""The first capacity in rows."""
+SPARE = 8
+"""A larger capacity is the old one plus 1 / SPARE of it."""
 DERIVED: Mapping[str, bool] = {"derived": True}
 """The metadata of a field that can be computed from the others and is not saved."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """`rows` (..., count, X) in `storage` (..., capacity, X). Appending a row moves SPARE others, on average.
+
+    least: the first capacity.
+    """
+
+    storage: Tensor
+    count: int = 0
+    least: int = LEAST
+
+    @property
+    def rows(self) -> Tensor:
+        return self.storage.narrow(-2, 0, self.count)
+
+    def make_room(self, count: int) -> None:
+        """Make room for `count` rows in all."""
+        room = self.storage.shape[-2]
+        if count > room:
+            # Many rows at once get no spare room: the prompt may be the whole stream.
+            self.storage = self._moved(self.rows, max(self.least, count, room + room // SPARE))
+
+    def append(self, rows: Tensor) -> None:
+        """Add rows (..., N, X) at the end."""
+        total = self.count + rows.shape[-2]
+        self.make_room(total)
+        self.storage.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
+        self.count = total
+
+    def holding(self, rows: Tensor) -> Buffer:
+        """A buffer of the same kind with a copy of rows (..., N, X), in new memory."""
+        return Buffer(self._moved(rows, max(rows.shape[-2], self.storage.shape[-2])), rows.shape[-2], self.least)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self.holding(self.rows)
+
+    @staticmethod
+    def _moved(rows: Tensor, room: int) -> Tensor:
+        storage = rows.new_empty((*rows.shape[:-2], room, rows.shape[-1]))
+        storage[..., : rows.shape[-2], :] = rows
+        return storage
 
 
 class Fields:
@@ -22,7 +70,8 @@ class Fields:
 
     def tensors(self, root: str = "") -> dict[str, Tensor]:
         """All tensors by dotted names, in a fixed order, but for those of `DERIVED` fields."""
-        return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in _leaves(self, root, False)}
+        leaves = [(name, leaf) for name, leaf, derived in _leaves(self, root) if not derived]
+        return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in leaves}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], root: str = "") -> Self:
         """The same with the tensors of these names; `KeyError` where one is missing."""
@@ -30,7 +79,7 @@ class Fields:
         return rebuilt
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed, those of `DERIVED` fields, too."""
+        """The same with every tensor changed, also those of `DERIVED` fields."""
         rebuilt: Self = _rebuilt(self, "", lambda leaf, name: change(leaf))
         return rebuilt
 
@@ -40,24 +89,20 @@ class Fields:
 
     def bytes(self) -> int:
         """Bytes of memory; shared memory counts once."""
-        sizes: dict[int, int] = {}
-        for _, leaf in _leaves(self, "", True):
-            tensor = leaf.held if isinstance(leaf, Buffer) else leaf
-            if tensor.numel():
-                sizes[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
-        return sum(sizes.values())
+        tensors = [leaf.storage if isinstance(leaf, Buffer) else leaf for _, leaf, _ in _leaves(self, "")]
+        return sum({part.data_ptr(): part.numel() * part.itemsize for part in tensors if part.numel()}.values())
 
 
-def _leaves(part: object, name: str, derived: bool) -> Iterator[tuple[str, Tensor | Buffer]]:
+def _leaves(part: object, name: str, derived: bool = False) -> Iterator[tuple[str, Tensor | Buffer, bool]]:
+    """The names of all tensors and buffers, and whether they are in derived fields."""
     if isinstance(part, Tensor | Buffer):
-        yield name, part
+        yield name, part, derived
     for inner_name, inner, is_derived in _inside(part, name):
-        if derived or not is_derived:
-            yield from _leaves(inner, inner_name, derived)
+        yield from _leaves(inner, inner_name, derived or is_derived)
 
 
 def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
-    """What a field holds: names, values, and whether these are derived."""
+    """The fields or items of a part: names, values, and whether they are derived."""
     root = f"{name}." if name else ""
     if type(part) is tuple:
         yield from ((f"{name}{number}", inner, False) for number, inner in enumerate(part))

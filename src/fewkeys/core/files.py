@@ -21,9 +21,8 @@ HUB_NAME = re.compile(r"[\w.-]*\w/[\w.-]+")
 
 def cache_folder() -> Path:
     """The folder for compiled kernels and measurements of this machine. It may not exist or not be writable."""
-    named = os.environ.get(CACHE)
-    if named:
-        return Path(named)
+    if folder := os.environ.get(CACHE):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewkeys"
     except RuntimeError:  # no home folder
@@ -31,7 +30,7 @@ def cache_folder() -> Path:
 
 
 def spare_folder() -> Path:
-    """The replacement for a cache folder that cannot be written: a folder of this user in the temporary folder.
+    """The folder of this user in the temporary folder, for a cache folder that cannot be written.
 
     Another user may have made it first: check it by `trust.is_trusted`.
     """
@@ -46,9 +45,8 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes to `path` by rename: a reader sees the whole old file or the whole new one.
 
-    The draft beside it has a unique name, so that threads, processes and hosts may write at the same time, and it is
-    never an existing file or link. It is on the disk before the rename, so that a crash leaves a whole file. `mode`: of
-    the file, less the umask.
+    The draft beside it has a unique name, so that threads, processes and hosts may write at the same time, and never is
+    an existing file or link. It is on the disk before the rename: a crash leaves a whole file. `mode`: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -62,37 +60,26 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    _sync(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Write a folder's entries to the disk, if its file system can."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows cannot open folders
-        return
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+    with suppress(OSError):  # Windows cannot open folders, and some file systems cannot sync them
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
     """Write `data` as JSON to the file `name` in `directory`, which is made if missing; an object with its checksum."""
-    data = seal(data) if isinstance(data, dict) else data
-    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / name, text)
+    text = json.dumps(seal(data) if isinstance(data, dict) else data, indent=1, allow_nan=False)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(directory) / name, text + "\n")
 
 
 def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """The data that `write_json` wrote. Raises `ValueError` that names `directory` if the file is missing or damaged.
+    """The data that `write_json` wrote, or that was written by hand, without a checksum.
 
-    other: a file that the folder may have instead, which `reader` reads.
-
-    An object without a checksum, written by hand, is not checked.
+    Raises `ValueError` for a missing or damaged file. other: a file that the folder may have instead, which `reader`
+    reads.
     """
     path = Path(directory) / name
     try:

@@ -1,7 +1,7 @@
-"""Removal of padding between real keys, so that causal positions count real keys only.
+"""Removal of padding before real keys, so that causal positions count real keys only.
 
-Rules on positions (blocks, windows, lists that are renewed) require real keys from position 0 on, with padding only
-after them. This module moves any other padding behind the keys, and outputs back to their places.
+Rules on positions (blocks, windows, lists that are renewed) require padding after all real keys. Here other padding is
+moved there, and outputs back to their places.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.rows import take
 
 
-def has_gaps(inputs: Inputs) -> bool:
-    """Whether a causal problem has a real key after padding."""
-    valid = inputs.valid
-    return inputs.is_causal and valid is not None and bool((valid[:, 1:] & ~valid[:, :-1]).any())
-
-
 def has_interior_padding(valid: Tensor) -> bool:
     """Whether a sequence (B, Nk) has padding between real keys; removing it would change distances."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
@@ -31,28 +25,27 @@ def has_interior_padding(valid: Tensor) -> bool:
 Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
-def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
-    """The same problem without padding before real keys, in parts; and a function that restores the whole output.
+def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
+    """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding.
 
-    The output (B, Hq, Nq, Dv) is zero for queries of padding. `valid` (B, Nk): that of the inputs. Without an offset
-    there is one part. With one, queries have other positions in each sequence, so sequences with the same padding are
-    a part.
+    No part of a causal problem has padding before a real key. Without an offset there is one part. With one, queries
+    have other positions in each sequence, so sequences with the same padding are a part. Raises `ValueError` where a
+    bias depends on distances over padding.
     """
+    valid = inputs.valid
+    if valid is None or not inputs.is_causal or not bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+        return [inputs], lambda outputs: outputs[0]
+    if inputs.bias is not None and has_interior_padding(valid):
+        raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     valid_queries = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
     valid_queries = valid_queries[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_each if inputs.offset else _all)(inputs, valid, valid_queries)
+    return (_by_padding if inputs.offset else _together)(inputs, valid, valid_queries)
 
 
-def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
+def _together(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
     keys, queries = _first(valid), _first(valid_queries)
-    moved = replace(
-        x,
-        query=_moved(x.query, queries),
-        key=_moved(x.key, keys),
-        value=_moved(x.value, keys),
-        valid=valid.gather(-1, keys),
-        _memory={},
-    )
+    query, key, value = _moved(x.query, queries), _moved(x.key, keys), _moved(x.value, keys)
+    moved = replace(x, query=query, key=key, value=value, valid=valid.gather(-1, keys), _memory={})
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
         return _moved(outputs[0], queries.argsort(-1)).masked_fill(~valid_queries[:, None, :, None], 0.0)
@@ -60,12 +53,12 @@ def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs],
     return [moved], restore
 
 
-def _each(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    kinds, kind = valid.unique(dim=0, return_inverse=True)
+def _by_padding(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    patterns, pattern = valid.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
-    for number, real in enumerate(kinds):
-        rows = (kind == number).nonzero().squeeze(-1)
+    for number, real in enumerate(patterns):
+        rows = (pattern == number).nonzero().squeeze(-1)
         real_queries = valid_queries[rows[0]]
         if not bool(real_queries.any() & real.any()):
             continue

@@ -1,38 +1,40 @@
 """The keys that each query attends to exactly.
 
-A `Graph` is a union of these kinds of edges, each stored in the space its pattern needs, never as n x n:
+A `Graph` is a union of these kinds of edges, none of which is stored as n x n:
 
 * a band: every query sees the keys from `left` before to `right` after its own position;
-* columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
+* columns: blocks or cohorts of queries share a list of keys;
 * rows: every query has its own list of keys (only oracles need this);
 * a scan: every query chooses its own keys by the codes of all keys;
 * extra edges: of a kind that this package's executors do not know; they bring their own scores and sums.
 
-Causality and padding hold for every kind: hidden keys are never edges.
+Keys in the future or in padding are never edges.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Key lists shared by blocks of queries.
+    """Lists of keys shared by blocks of queries.
 
-    `index` (B, Hkv, blocks, S) has key positions, and `used` (same shape, bool) marks the entries that are not padding;
-    no used entry appears twice in a list. A single block serves all queries. Several blocks are ranges of positions:
-    block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
-    `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
-    place_b, counted through all query heads that read the key head, -1 for none. Queries of no block see no key, also
-    not through a band.
+    `index` (B, Hkv, blocks, S) has key positions; `used` (same shape, bool) marks the entries that are not padding, all
+    different in a list. A single block serves all queries. Of several, block b serves the queries at positions
+    (b + f) size .. (b + f + 1) size - 1, f = offset // size. With `place` (B, Hkv, blocks, M), int64, block b serves
+    the cohort of the queries at place_b, counted through all query heads that read the key head, -1 for none; queries
+    of no cohort see no key, also not through a band.
     """
 
     index: Tensor
@@ -58,8 +60,7 @@ class Columns:
 class ScanEdges(Protocol):
     """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
-    def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+    def mask(self, start: int, stop: int) -> Tensor: ...
 
 
 class ExtraEdges(Protocol):
@@ -102,13 +103,14 @@ class Graph:
             raise ValueError("graph: expected two graphs of the same inputs, got graphs of different ones")
         if self.scan is not None and other.scan is not None:
             raise ValueError("keep: expected one KeyScan, got two; give one of them the counts of both")
+        x = self.inputs
         return Graph(
-            self.inputs,
-            _join_bands(self.band, other.band),
-            _join_columns(self.columns, other.columns, self.inputs),
-            _join_rows(self.rows, other.rows),
+            x,
+            _joined(self.band, other.band, lambda a, b: (max(a[0], b[0]), max(a[1], b[1]))),
+            _joined(self.columns, other.columns, lambda a, b: _join_columns(a, b, x)),
+            _joined(self.rows, other.rows, lambda a, b: torch.cat([a, b], -1)),
             self.full or other.full,
-            _join_extra(self.extra, other.extra),
+            _joined(self.extra, other.extra, _join_extra),
             self.scan or other.scan,
         )
 
@@ -118,53 +120,40 @@ class Graph:
         all queries share. None if there are none.
         """
         x, shared = self.inputs, self.columns
-        if shared is not None and (shared.blocks > 1 or shared.place is not None):
-            shared = None
-        if x.valid is None and shared is None:
-            return None
-        hidden = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=torch.uint8, device=x.key.device)
-        if x.valid is not None:
-            hidden += (~x.valid).unsqueeze(1)
-        if shared is not None:
-            # Unused entries may repeat a used key, which is hidden in any order.
-            hidden.scatter_reduce_(-1, shared.index.squeeze(2), shared.used.squeeze(2).to(torch.uint8), "amax")
-        return hidden
+        if shared is None or shared.blocks > 1 or shared.place is not None:
+            return None if x.valid is None else (~x.valid).to(torch.uint8)[:, None].repeat(1, x.kv_heads, 1)
+        hidden = marked(shared.index.squeeze(2), shared.used.squeeze(2), x.keys)
+        return hidden if x.valid is None else hidden | ~x.valid[:, None]
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        device, heads, count = x.query.device, x.query_heads, stop - start
+        device = x.query.device
         position = torch.arange(start, stop, device=device)[:, None] + x.offset
         key = torch.arange(x.keys, device=device)
-        seen = torch.full((x.batch, heads, count, x.keys), self.full, device=device)
+        seen = torch.full((x.batch, x.query_heads, stop - start, x.keys), self.full, device=device)
         if self.band is not None:
             left, right = self.band
             seen |= (key >= position - left) & (key <= position + right)
         if self.columns is not None:
             columns = self.columns
-            # Unused entries may repeat a used key: count hits instead of writing flags, so that order does not matter.
-            hits = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.int32, device=device)
-            lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
+            lists = marked(columns.index, columns.used, x.keys) > 0
             if columns.place is None:
                 seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
             else:
                 cohort = cohort_of_queries(x, columns.place)[:, :, start:stop, None]
-                lists = lists.repeat_interleave(x.gqa_ratio, 1).gather(
-                    2, cohort.clamp_min(0).expand(-1, -1, -1, x.keys)
-                )
-                seen = (seen | lists) & (cohort >= 0)
+                index = cohort.clamp_min(0).expand(-1, -1, -1, x.keys)
+                seen = (seen | lists.repeat_interleave(x.gqa_ratio, 1).gather(2, index)) & (cohort >= 0)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]
-            hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
-            seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
-        if self.extra is not None:
-            seen |= self.extra.mask(start, stop)
-        if self.scan is not None:
-            seen |= self.scan.mask(start, stop)
+            seen |= marked(rows.clamp_min(0), rows >= 0, x.keys) > 0
+        for edges in (self.extra, self.scan):
+            if edges is not None:
+                seen |= edges.mask(start, stop)
         return seen & visible(x, start, stop)
 
     def to_mask(self) -> Tensor:
-        """All edges as a bool mask (B, Hq, Nq, Nk); O(n^2) memory, for tests, oracles and pictures."""
+        """All edges as a bool mask (B, Hq, Nq, Nk), in O(n^2) memory."""
         return self.mask(0, self.inputs.queries)
 
     def edges(self) -> Tensor:
@@ -188,17 +177,20 @@ class Graph:
         kept, total = [], []
         for start in range(0, x.queries, step):
             stop = min(start + step, x.queries)
-            kept.append(self._real(self.mask(start, stop).sum(-1), start))
-            total.append(self._real(visible(x, start, stop).sum(-1).expand(x.batch, x.query_heads, -1), start))
+            real = x.query.new_ones((x.batch, stop - start), dtype=torch.bool)
+            if x.valid_queries is not None:
+                real = x.valid_queries[:, start:stop]
+            real = real[:, None].expand(-1, x.query_heads, -1)
+            kept.append(self.mask(start, stop).sum(-1)[real])
+            total.append(visible(x, start, stop).sum(-1).expand_as(real)[real])
         return torch.cat(kept), torch.cat(total)
 
-    def _real(self, numbers: Tensor, start: int = 0) -> Tensor:
-        """The entries of `numbers` (B, Hq, M), for queries from `start` on, that belong to real queries; flat."""
-        x, stop = self.inputs, start + numbers.shape[-1]
-        real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=numbers.device)
-        if x.valid_queries is not None:
-            real = x.valid_queries[:, start:stop]
-        return numbers[real[:, None].expand(-1, x.query_heads, -1)]
+
+def marked(index: Tensor, used: Tensor, keys: int) -> Tensor:
+    """(..., keys), uint8: ones at the used entries of lists of keys `index` (..., S)."""
+    # Unused entries may repeat a used key: the largest flag counts, in any order.
+    flags = torch.zeros((*index.shape[:-1], keys), dtype=torch.uint8, device=index.device)
+    return flags.scatter_reduce_(-1, index, used.to(torch.uint8), "amax")
 
 
 def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
@@ -219,8 +211,7 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
     number = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
     cohort = torch.full((*place.shape[:2], places + 1), -1, device=place.device)
     cohort.scatter_(-1, place.masked_fill(place < 0, places).flatten(2), number.flatten(2))
-    by_head: Tensor = cohort[..., :places].unflatten(2, (x.gqa_ratio, x.queries))
-    return by_head.flatten(1, 2)
+    return torch.unflatten(cohort[..., :places], 2, (x.gqa_ratio, x.queries)).flatten(1, 2)
 
 
 def band_block(reach: int) -> int:
@@ -231,15 +222,11 @@ def band_block(reach: int) -> int:
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 
 
-def _join_bands(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
-    if a is None or b is None:
-        return a or b
-    return max(a[0], b[0]), max(a[1], b[1])
+def _joined(a: T | None, b: T | None, join: Callable[[T, T], T]) -> T | None:
+    return b if a is None else a if b is None else join(a, b)
 
 
-def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Columns | None:
-    if a is None or b is None:
-        return a or b
+def _join_columns(a: Columns, b: Columns, inputs: Inputs) -> Columns:
     # Shared lists, and those of coarser blocks, are repeated for the finer blocks, or for cohorts.
     a, b = sorted((a, b), key=lambda columns: (columns.place is None, -columns.blocks, columns.size))
     if a.blocks > b.blocks or a.size < b.size:
@@ -263,15 +250,7 @@ def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:
     return Columns(coarse.index[:, :, block], coarse.used[:, :, block], fine.size)
 
 
-def _join_rows(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    return torch.cat([a, b], -1)
-
-
-def _join_extra(a: ExtraEdges | None, b: ExtraEdges | None) -> ExtraEdges | None:
-    if a is None or b is None:
-        return a or b
+def _join_extra(a: ExtraEdges, b: ExtraEdges) -> ExtraEdges:
     if type(a) is not type(b):
         raise ValueError(f"keep: expected extra edges of one kind, got {type(a).__name__} and {type(b).__name__}")
     return a | b

@@ -1,8 +1,6 @@
-"""The validated attention problem that every other module receives.
+"""The validated attention problem: made by `fewkeys.core.validation.check_inputs`, trusted by all other modules.
 
-`Inputs` is made once, at the public edge, by `fewkeys.core.validation.check_inputs`. Selectors, rests and executors
-trust it. It remembers statistics that several of them need (query moments, clusters of the keys), so that they are
-computed once per call.
+It remembers statistics that several of them need (query moments, clusters of the keys).
 """
 
 from __future__ import annotations
@@ -24,27 +22,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The place of this part in a longer sequence, and totals over that sequence."""
+    """The first key and query of this part of a sequence; totals, keys and queries of the whole sequence."""
 
     totals: Totals
     first_key: int
-    keys: int  # of all parts
+    keys: int
     first_query: int
-    queries: int  # of all parts
+    queries: int
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """One attention problem in canonical form.
 
-    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
-    `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
-    Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
-    `placeholders` queries are zeros in the places of earlier tokens, whose queries are no longer in memory. `impl`: the
-    code that computes statistics and outputs. `needs_rescaling`: entries or scores are so large that
-    statistics require rescaling first (`fewkeys.core.extent`). `bias`: added to the scores by distance. Until
-    `cleared`, keys and values of padding are as they came: finite and no larger than others, which suffices under a
-    mask.
+    query (B, Hq, Nq, D), key (B, Hkv, Nk, D), value (B, Hkv, Nk, Dv): query head h reads key head `h // gqa_ratio`.
+    valid: (B, Nk) marks the real keys; None: all. Keys and values of the others are zero if the problem is `cleared`;
+        else finite and no larger than others, which suffices under a mask.
+    offset: query i is at position `i + offset` among the keys; under causality it sees keys 0 .. i + offset.
+    placeholders: so many first queries are zeros in the places of earlier tokens, whose queries are not in memory.
+    impl: the code that computes statistics and outputs.
+    needs_rescaling: entries or scores are so large that statistics require rescaling first (`fewkeys.core.extent`).
+    bias: added to the scores by distance.
     """
 
     query: Tensor
@@ -65,7 +63,7 @@ class Inputs:
 
     @property
     def whole(self) -> Shard:
-        """The sequence of the statistics: these keys and queries, or those of all shards."""
+        """The sequence that statistics are of: these keys and queries, or those of all shards."""
         return Shard(WHOLE, 0, self.keys, 0, self.queries) if self.shard is None else self.shard
 
     @property
@@ -102,10 +100,10 @@ class Inputs:
 
     @property
     def valid_queries(self) -> Tensor | None:
-        """(B, Nq) marks the queries that belong to a real token.
+        """(B, Nq) marks the queries of real tokens; None: all.
 
-        In self-attention (as many queries as keys) a padded key's query is padding too, and must not enter the
-        statistics of the real ones; in cross-attention every query is real.
+        In self-attention (as many queries as keys) the query of a padded key is padding too, and must not enter
+        statistics.
         """
         if self.valid is None or self.queries != self.keys or self.offset:
             return None
@@ -113,20 +111,20 @@ class Inputs:
 
     def grouped_query(self) -> Tensor:
         """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
-        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.gqa_ratio))
-        return grouped
+        return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
-    def heads(self, index: Tensor) -> Inputs:
-        """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
-        query = self.grouped_query()[:, index].flatten(1, 2)
+    def heads(self, index: Tensor | slice, batch: slice = slice(None)) -> Inputs:
+        """The same problem for the key heads `index` (H,) and the query heads that read them, of some sequences."""
+        query, key, value = (rows[batch, index] for rows in (self.grouped_query(), self.key, self.value))
+        valid = None if self.valid is None else self.valid[batch]
         bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
-        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], bias=bias, _memory={})
+        return replace(self, query=query.flatten(1, 2), key=key, value=value, valid=valid, bias=bias, _memory={})
 
     def from_start(self, reach: int) -> Inputs:
         """The same problem with placeholder queries for all earlier tokens, so that the first query is at position 0.
 
-        `reach`: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key are
-        moved towards it by whole blocks, which does not change the output: the cost does not grow with the offset.
+        reach: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key are
+        moved towards it by whole blocks, so that the cost does not grow with the offset; the output is the same.
         """
         unit = 1 << (self.keys + reach).bit_length()
         count = self.offset if self.offset < 2 * unit else unit + self.offset % unit
@@ -141,11 +139,11 @@ class Inputs:
         return replace(self, key=key, value=value, cleared=True)
 
     def branch(self) -> Inputs:
-        """The same problem with a copy of the remembered statistics; the copy remembers further ones for itself."""
+        """The same problem with its own copy of the remembered statistics."""
         return replace(self, _memory=dict(self._memory))
 
     def remember(self, name: object, compute: Callable[[], T]) -> T:
-        """The statistic called `name`, computed at the first call and kept for the later ones."""
+        """The statistic called `name`, computed at the first call."""
         if name not in self._memory:
             self._memory[name] = compute()
         statistic: T = self._memory[name]

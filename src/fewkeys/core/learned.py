@@ -1,8 +1,7 @@
 """Learned tensors in plans: compared by content, named by a fingerprint, saved in separate files.
 
-The JSON of a plan names learned values by their fingerprints; the tensors are beside it in safetensors files named
-after the fingerprints. So a file can be checked against its name, and an older plan in the folder stays whole while a
-new one is written.
+The JSON of a plan names learned values by their fingerprints, and so do the names of the safetensors files beside it.
+So a file can be checked against its name, and an older plan in the folder stays whole while a new one is written.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from fewkeys.core.catalogue import Catalogue, Listed, is_taken
+from fewkeys.core.catalogue import Catalogue, Listed, named_class
 from fewkeys.core.files import write_whole
+from fewkeys.core.records import objects
 from fewkeys.core.tensor_files import fingerprint, loaded, plain
 
 
@@ -48,17 +48,13 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-LEARNED: Catalogue[Learned] = Catalogue(Learned)
-"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
-
-
 def file_name(mark: str) -> str:
     """The name of the file that holds the tensors of this fingerprint."""
     return f"learned-{mark}.safetensors"
 
 
 def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors into `directory` (made if missing), whole or not at all; returns their fingerprint."""
+    """Write tensors into `directory` (made if missing); returns their fingerprint."""
     folder, mark = Path(directory), fingerprint(kind, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / file_name(mark), save(plain(tensors)))
@@ -67,7 +63,9 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
     """The tensors of this fingerprint; `ValueError` if the file is missing or holds anything else."""
-    path = Path(directory) / file_name(_checked(mark))
+    if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:  # else it could name another folder
+        raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
+    path = Path(directory) / file_name(mark)
     try:
         tensors = loaded(path.read_bytes())
     except FileNotFoundError:
@@ -82,26 +80,19 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
     return tensors
 
 
-def _checked(mark: object) -> str:
-    """A fingerprint read from a file, which must not lead to another folder."""
-    if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:
-        raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
-    return mark
-
-
 def pack(part: Any) -> dict[str, Any]:
-    """A configuration dataclass as JSON-able values: its type and fields, learned values by their fingerprint."""
+    """A configuration dataclass as JSON values: its type and fields, learned values by their fingerprint."""
     if isinstance(part, Learned):
         return {"type": type(part).__name__, "tensors": part.fingerprint}
     if not is_dataclass(part):
         raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
-    if is_taken(type(part)):
+    if named_class(type(part).__name__) not in (None, type(part)):
         raise TypeError(
             f"plan: expected a class name that fewkeys does not use, got {type(part).__name__}; rename the class"
         )
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    values = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
-    return {"type": type(part).__name__, **values}
+    values = ((field.name, getattr(part, field.name)) for field in fields(part))
+    packed = {name: pack(value) if is_dataclass(value) else value for name, value in values}
+    return {"type": type(part).__name__, **packed}
 
 
 def learned_parts(value: object) -> Iterator[Learned]:
@@ -112,8 +103,7 @@ def learned_parts(value: object) -> Iterator[Learned]:
         for item in value:
             yield from learned_parts(item)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from learned_parts(getattr(value, field.name))
+        yield from learned_parts([getattr(value, field.name) for field in fields(value)])
 
 
 def save_learned(directory: str | os.PathLike[str], configuration: object) -> None:
@@ -125,28 +115,15 @@ def save_learned(directory: str | os.PathLike[str], configuration: object) -> No
 def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
     """The learned values of a description by fingerprint, read from the files beside it."""
     learned: dict[str, Learned] = {}
-
-    def collect(value: object) -> None:
-        if isinstance(value, list):
-            for item in value:
-                collect(item)
-        elif isinstance(value, Mapping):
-            mark, name = value.get("tensors"), value.get("type")
-            if isinstance(mark, str) and isinstance(name, str) and mark not in learned:
-                kind = LEARNED.get(name)
-                if kind is not None:
-                    learned[mark] = _made(directory, kind, mark)
-            for item in value.values():
-                collect(item)
-
-    collect(data)
+    for value in objects(data):
+        mark, name = value.get("tensors"), value.get("type")
+        if not isinstance(mark, str) or not isinstance(name, str) or mark in learned:
+            continue
+        if (kind := Catalogue[Learned](Learned).get(name)) is None:
+            continue
+        tensors = read_tensors(directory, name, mark)
+        try:
+            learned[mark] = kind(**tensors)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"directory: {file_name(mark)} holds no valid {name}: {error}") from None
     return learned
-
-
-def _made(directory: str | os.PathLike[str], kind: type[Learned], mark: str) -> Learned:
-    """The learned value of this class whose tensors have the fingerprint `mark`."""
-    tensors = read_tensors(directory, kind.__name__, mark)
-    try:
-        return kind(**tensors)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"directory: {file_name(mark)} holds no valid {kind.__name__}: {error}") from None

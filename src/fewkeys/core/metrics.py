@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.precision import working
+from fewkeys.core.validation import describe
 
 
 def recall(predicted: Tensor, gold: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def mass(weights: Tensor, mask: Tensor) -> Tensor:
     _check_mask("mask", mask)
     if not isinstance(weights, Tensor) or weights.shape[-2:] != mask.shape[-2:]:
         raise ValueError(
-            f"weights: expected (..., {mask.shape[-2]}, {mask.shape[-1]}) like mask, got {_shape(weights)}"
+            f"weights: expected (..., {mask.shape[-2]}, {mask.shape[-1]}) like mask, got {describe(weights)}"
         )
     return (weights * mask).sum(-1)
 
@@ -45,7 +46,7 @@ def mass(weights: Tensor, mask: Tensor) -> Tensor:
 def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
     """`|approx_i - exact_i| / |exact_i|` per query: (..., N, Dv) -> (..., N). Zero where both are zero."""
     if not isinstance(approx, Tensor) or not isinstance(exact, Tensor) or approx.shape != exact.shape:
-        raise ValueError(f"approx: expected a tensor shaped like exact, {_shape(exact)}, got {_shape(approx)}")
+        raise ValueError(f"approx: expected a tensor shaped like exact, {describe(exact)}, got {describe(approx)}")
     approx, exact = working(approx), working(exact)
     difference, size = (approx - exact).norm(dim=-1), exact.norm(dim=-1)
     # Not `difference > 0`: a NaN output must give a NaN error, not zero.
@@ -59,15 +60,11 @@ def output_error(approx: Tensor, exact: Tensor) -> float:
 
 def _check_mask(name: str, mask: object) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
-        raise ValueError(f"{name}: expected a bool mask (..., queries, keys), got {_shape(mask)}")
+        raise ValueError(f"{name}: expected a bool mask (..., queries, keys), got {describe(mask)}")
 
 
 def _check_masks(predicted: Tensor, gold: Tensor) -> None:
     _check_mask("predicted", predicted)
     _check_mask("gold", gold)
     if predicted.shape != gold.shape:
-        raise ValueError(f"predicted: expected the shape of gold, {_shape(gold)}, got {_shape(predicted)}")
-
-
-def _shape(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"predicted: expected the shape of gold, {describe(gold)}, got {describe(predicted)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -37,23 +37,14 @@ def lowered(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-class full_precision(ContextDecorator):  # noqa: N801 (used as a function)
+@contextmanager
+def full_precision() -> Iterator[None]:
     """Autocast is off inside; also a decorator."""
-
-    _stack: ExitStack | None = None
-
-    def _recreate_cm(self) -> full_precision:
-        return full_precision()
-
-    def __enter__(self) -> None:
+    with ExitStack() as stack:
         if autocast_is_on():
-            self._stack = ExitStack()
             for kind in filter(torch.is_autocast_enabled, KINDS):
-                self._stack.enter_context(torch.autocast(kind, enabled=False))
-
-    def __exit__(self, *error: object) -> None:
-        if self._stack is not None:
-            self._stack.close()
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

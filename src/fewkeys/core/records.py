@@ -1,4 +1,4 @@
-"""Checked reading of JSON: malformed text, or values that are not of the declared type, raise `ValueError`."""
+"""Checked reading of JSON: malformed text and values that are not of the declared type raise `ValueError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ from fewkeys.core.catalogue import Catalogue, Listed
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
-"""The key of the checksum in a sealed object, over all other entries."""
+"""The key of the checksum, over all other entries of an object."""
 DEEPEST = 64
 """The most levels of lists and objects in a file; beyond Python's limit there is only `RecursionError`."""
 
@@ -36,8 +36,16 @@ def parse(text: str | bytes) -> Any:
     raise ValueError(f"more than {DEEPEST} levels of lists and objects")
 
 
-def _inside(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+def objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects in a JSON value, at any depth."""
+    if isinstance(value, Mapping):
+        yield value
+    for item in _inside(value):
+        yield from objects(item)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
 
 
 def _finite(number: str) -> float:
@@ -55,9 +63,7 @@ def seal(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(data: Any, *, required: bool = False) -> Any:
-    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are, unless
-    it is required.
-    """
+    """The object that was sealed; `ValueError` if it has changed, or has no checksum where that is required."""
     if not isinstance(data, dict) or CHECKSUM not in data:
         if required:
             raise ValueError(f"expected an object with a {CHECKSUM}, as it was written")
@@ -77,9 +83,9 @@ def _digest(data: Mapping[str, Any]) -> str:
 def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. Understands bool, int, float, str, None, literals, unions, lists, tuples, dicts
-    with str keys, dataclasses of these, and `Any`. A field of a `Listed` class takes an object that names the class, as
-    "type"; `learned` has those that name tensors instead of fields, by fingerprint (`fewkeys.core.learned`).
+    Fields with defaults may be missing. Types: bool, int, float, str, None, literals, unions, lists, tuples, dicts with
+    str keys, dataclasses of these, and `Any`. A field of a `Listed` class takes an object that names the class as
+    "type"; objects that name tensors instead of fields are in `learned`, by fingerprint (`fewkeys.core.learned`).
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -130,7 +136,7 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
 
 
 def _listed(catalogue: Catalogue[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The value of a class of the catalogue that an object names, as `fewkeys.core.learned.pack` writes it."""
+    """The value that `fewkeys.core.learned.pack` described, of a class of the catalogue."""
     kind_name = value.get("type")
     kind = catalogue.get(kind_name) if isinstance(kind_name, str) else None
     if kind is None:

@@ -1,7 +1,7 @@
 """Files of tensors with facts and a checksum in the header, which are checked on reading.
 
-Kernels trust the shapes in their arguments. So the reader of a file states the expected `Form` of each tensor, and
-`check` refuses all others. The checksum detects flipped bits, and every fault is a `ValueError`.
+Kernels trust shapes, so the reader of a file states the expected `Form` of each tensor. The checksum detects flipped
+bits, and every fault is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,23 @@ class Form(NamedTuple):
 
 
 def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """Raise `ValueError` unless these are exactly the tensors of these names and forms. Reads each once."""
+    """Raise `ValueError` unless these are exactly the tensors of these names and forms."""
     if odd := sorted(tensors.keys() ^ forms.keys()):
         raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
     for name, form in forms.items():
-        check_form(name, tensors[name], form)
-
-
-def check_form(name: str, tensor: Tensor, form: Form) -> None:
-    """Raise `ValueError` if a tensor does not have this form."""
-    fits = tensor.ndim == len(form.shape) and all(
-        size in (None, got) for size, got in zip(form.shape, tensor.shape, strict=True)
-    )
-    if not fits or tensor.dtype != form.dtype:
-        wanted = tuple("any" if size is None else size for size in form.shape)
-        raise ValueError(f"expected {name} {wanted} of {form.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
-    if not tensor.numel() or tensor.dtype == torch.bool:
-        return
-    if tensor.is_floating_point() and bool((tensor.isnan() if form.infinite else ~tensor.isfinite()).any()):
-        raise ValueError(f"expected finite numbers in {name}, got NaN or infinity")
-    if (least := tensor.min().item()) < form.least:
-        raise ValueError(f"expected numbers of at least {form.least} in {name}, got {least}")
+        tensor, shape = tensors[name], tensors[name].shape
+        fits = len(shape) == len(form.shape) and all(
+            size in (None, got) for size, got in zip(form.shape, shape, strict=True)
+        )
+        if not fits or tensor.dtype != form.dtype:
+            wanted = tuple("any" if size is None else size for size in form.shape)
+            raise ValueError(f"expected {name} {wanted} of {form.dtype}, got {tuple(shape)} of {tensor.dtype}")
+        if not tensor.numel() or tensor.dtype == torch.bool:
+            continue
+        if tensor.is_floating_point() and bool((tensor.isnan() if form.infinite else ~tensor.isfinite()).any()):
+            raise ValueError(f"expected finite numbers in {name}, got NaN or infinity")
+        if (least := tensor.min().item()) < form.least:
+            raise ValueError(f"expected numbers of at least {form.least} in {name}, got {least}")
 
 
 def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -9,19 +9,16 @@ from torch import Tensor
 
 
 class Totals(ABC):
-    """Totals over all keys of a head, which may be distributed: each method takes the total of this process's part."""
+    """Totals of all parts of a sequence; each method takes the total of this process's part."""
 
     @abstractmethod
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of all parts."""
+    def sum(self, part: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def max(self, part: Tensor) -> Tensor:
-        """The entrywise largest of all parts."""
+    def max(self, part: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def logsumexp(self, part: Tensor) -> Tensor:
-        """The logarithm of the sum of exponentials of all parts."""
+    def logsumexp(self, part: Tensor) -> Tensor: ...
 
     @abstractmethod
     def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +30,7 @@ class Totals(ABC):
 
 
 class Whole(Totals):
-    """Totals in a process that has all keys."""
+    """Of a process that has all keys."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part

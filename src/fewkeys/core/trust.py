@@ -13,16 +13,15 @@ POSIX = hasattr(os, "getuid")
 def read_trusted(path: Path) -> bytes | None:
     """The content of a file that only this user or root could have written; None for other and missing files.
 
-    The file is opened once: the owner, the mode and the content are those of one descriptor. Raises `OSError` where the
-    disk fails.
+    Owner, mode and content are those of one descriptor. Raises `OSError` where the disk fails.
     """
     return read_own(path) if is_trusted(path.parent) else None
 
 
 def read_own(path: Path) -> bytes | None:
-    """The content of a file that belongs to this user or root and that only its owner may write, else None.
+    """The content of a file of this user or root that only its owner may write, else None.
 
-    Another user may have put the file there: users who may write its folder can move files into it.
+    Another user may have moved the file there, if the folder is not trusted.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -37,8 +36,7 @@ def read_own(path: Path) -> bytes | None:
 def is_trusted(folder: Path) -> bool:
     """Whether only this user or root can put files into the folder, or another folder in its place.
 
-    So no other user may write it, nor a parent folder. Parents may be sticky, like /tmp: other users can add files
-    there, but cannot move or remove ours.
+    So no other user may write it or a parent folder, unless that is sticky, like /tmp: others cannot move ours there.
     """
     try:
         folder.resolve(strict=True)  # refuses circular links
@@ -48,7 +46,7 @@ def is_trusted(folder: Path) -> bool:
 
 
 def _is_trusted(folder: Path, may_be_sticky: bool) -> bool:
-    """Checks from the root downwards, so that other users cannot change folders after their check."""
+    # From the root downwards: other users cannot change folders after their check.
     for part in (*reversed(folder.parents), folder):
         status, sticky = part.lstat(), may_be_sticky or part != folder
         if stat.S_ISLNK(status.st_mode):
@@ -60,7 +58,7 @@ def _is_trusted(folder: Path, may_be_sticky: bool) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those missing above it. Only the owner may write them, whatever the umask."""
+    """Make a folder and those missing above it, which only the owner may write, whatever the umask."""
     for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
         missing.mkdir(0o755, exist_ok=True)
 

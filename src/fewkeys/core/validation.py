@@ -14,7 +14,7 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.impl import COMPILED, Impl, check_impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import lowered, working
+from fewkeys.core.precision import lowered, working_dtype
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,17 +80,16 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def largest_entries(*tensors: Tensor) -> list[float]:
-    """The largest magnitude of each; NaN or infinity if an entry is. Costs one read of each."""
+    """The largest magnitude of each tensor; NaN or infinity if an entry is."""
     if torch.compiler.is_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
     ends = [tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
     return [max(abs(low.item()), abs(high.item())) for low, high in ends]
 
 
-def as_they_are(*rows: Tensor) -> tuple[list[float], Rows]:
-    """`largest_entries` of queries, keys and values; and these rows, which other functions of this kind may copy."""
-    query, key, value = rows
-    return largest_entries(*rows), (query, key, value)
+def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
+    """`largest_entries` of the rows; and the rows, which other functions of this kind may copy."""
+    return largest_entries(query, key, value), (query, key, value)
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -137,13 +136,13 @@ def check_inputs(
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
     distance_bias: Tensor | None = None,
-    look: Callable[..., tuple[list[float], Rows]] = as_they_are,
+    look: Callable[[Tensor, Tensor, Tensor], tuple[list[float], Rows]] = as_they_are,
     clear: bool = True,
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    `look`: like `as_they_are`, called if `impl` lets compiled kernels run. `clear`: whether to set keys and values of
-    padding to zero now.
+    look: like `as_they_are`, called if `impl` lets compiled kernels run.
+    clear: whether to set keys and values of padding to zero now.
     """
     q, k, v = (lowered(check_tensor(name, x)) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
@@ -166,33 +165,33 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working(q[:0]).dtype)
-    (sizes, (q, k, v)), cleared = look(q, k, v), valid is None
-    if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
+    look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working_dtype(q.dtype))
+    sizes, (q, k, v) = look(q, k, v)
+    is_large, cleared = needs_rescaling(sizes, *shape), valid is None
+    if is_large and valid is not None:
         # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
-        (sizes, (q, k, v)), cleared = look(q, k, v), True
+        sizes, (q, k, v) = look(q, k, v)
+        is_large, cleared = needs_rescaling(sizes, *shape), True
     if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
-    large, bias = needs_rescaling(sizes, *shape), _check_bias(distance_bias, q)
-    at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
-    inputs = Inputs(*at, impl=impl, needs_rescaling=large, bias=bias, cleared=cleared)
+    bias, at = _check_bias(distance_bias, q), (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+    inputs = Inputs(*at, impl=impl, needs_rescaling=is_large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs
 
 
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
     if table is None:
         return None
-    heads = query.shape[1]
-    right = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == heads and table.shape[1] % 2
-    if not isinstance(table, Tensor) or not right or not table.is_floating_point():
+    heads, is_table = query.shape[1], isinstance(table, Tensor) and table.is_floating_point() and table.ndim == 2
+    if not isinstance(table, Tensor) or not is_table or table.shape[0] != heads or table.shape[1] % 2 == 0:
         raise ValueError(
             f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), one row for each query head, of the "
-            f"distances -R .. R, got {_describe(table)}"
+            f"distances -R .. R, got {describe(table)}"
         )
     if not bool(table.isfinite().all()):
         raise ValueError("distance_bias: expected finite numbers, got some that are not; hide keys by key_mask")
-    return DistanceBias(table.to(device=query.device, dtype=working(query[:0]).dtype))
+    return DistanceBias(table.to(device=query.device, dtype=working_dtype(query.dtype)))
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
@@ -203,7 +202,7 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
         if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (batch, keys):
             raise ValueError(
                 f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, "
-                f"got {_describe(key_mask)}"
+                f"got {describe(key_mask)}"
             )
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:
@@ -211,7 +210,7 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     if not isinstance(lengths, Tensor):
         lengths = torch.as_tensor(lengths, device="cpu")
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {_describe(lengths)}")
+        raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
     if int(lengths.min()) < 0 or int(lengths.max()) > keys:
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")
     if int(lengths.min()) == keys:
@@ -219,5 +218,6 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     return torch.arange(keys, device=key.device) < lengths.to(key.device)[:, None]
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
+    """The dtype and shape of a tensor, or the type of anything else, for messages."""
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -3,11 +3,6 @@
 `A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `exp(c tanh(x / c))` (`Softcap`), `|x|^p` (`Power`),
 `elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold that depends on
 the whole row, so stand-ins cannot enter a sum.
-
-Every class has `kernel(parts)`: the scores of one row, split over several tensors (kept keys, stand-ins), become
-unnormalised weights. Hidden entries carry -inf and get weight zero. The result is defined up to one positive factor
-per row, shared by the parts; dividing by the row's sum gives the weights. A row whose sum is zero has no weights, and
-its output is zero.
 """
 
 from __future__ import annotations
@@ -34,19 +29,20 @@ class Weights(Listed, ABC):
 
     @abstractmethod
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Unnormalised weights of the row whose scores are split over `parts`, each (..., columns).
+        """The weights of rows whose scores are split over `parts` (..., columns), up to one positive factor per row.
 
-        May overwrite scores that carry no gradient.
+        Hidden entries have score -inf and weight zero; a row whose weights sum to zero has output zero. May overwrite
+        scores that carry no gradient.
         """
 
     def normalised(self, scores: Tensor) -> Tensor:
-        """The weights of full rows of scores (..., N): each row sums to one, or is zero where f vanishes."""
+        """The weights of full rows of scores (..., N), which sum to one, or to zero where f vanishes."""
         (weights,) = self.kernel([scores.clone()])
         return weights / positive(weights.sum(-1, keepdim=True))
 
 
 def positive(total: Tensor) -> Tensor:
-    """`total` with ones in place of zeros: a safe divisor for rows that have no weight at all."""
+    """`total` with ones in place of zeros: a divisor for rows that have no weight."""
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
@@ -66,11 +62,10 @@ class Softmax(Weights):
 
 
 class _Elementwise(Weights):
-    """Kernels that need no shift: f is applied entry by entry, hidden entries give zero."""
+    """Kernels that apply f entry by entry, without a shift."""
 
     @abstractmethod
-    def f(self, scores: Tensor) -> Tensor:
-        """The kernel function."""
+    def f(self, scores: Tensor) -> Tensor: ...
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         result = []
@@ -137,8 +132,8 @@ class Relu(_Elementwise):
 class Entmax(Weights):
     """`A_i = argmax_p <p, s_i> + H_alpha(p)` over the simplex: sparse weights, alpha = 2 is sparsemax.
 
-    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))` (Peters, Niculae, Martins 2019). alpha > 1; for
-    alpha = 1 use `Softmax`. Only `rest=Drop()` is possible: tau depends on every score, so there are no stand-ins.
+    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))`, alpha > 1 (Peters, Niculae, Martins 2019). tau depends
+    on every score, so that only `rest=Drop()` is possible.
     """
 
     alpha: float = 1.5

@@ -18,11 +18,11 @@ class Work:
     """A model of the cost that does not depend on the data.
 
     Attributes:
-        scores: the scores that a query's kept keys, or stand-ins, cost; a stand-in that costs more counts as more.
+        scores: per query, of kept keys or stand-ins; a stand-in that costs more counts as more.
         choosing: operations per key, and key head, of choosing or summarising.
-        scanned: operations per query of scanning all keys that it sees, so that they grow with the sequence.
-        banded: whether kept keys lie in a band, each query's own, beside which stand-ins must be counted pair by pair.
-        shared: further operations per key by the name of a statistic: what several parts ask for is computed once.
+        scanned: operations per query of scanning all keys that it sees.
+        banded: whether kept keys are in a band, beside which stand-ins must be counted pair by pair.
+        shared: further operations per key by the name of a statistic, which several parts may ask for.
     """
 
     scores: float
@@ -33,13 +33,16 @@ class Work:
 
     @property
     def per_key(self) -> float:
-        """All operations per key."""
         return self.choosing + sum(self.shared.values())
 
     def __add__(self, other: Work) -> Work:
-        scores, choosing = self.scores + other.scores, self.choosing + other.choosing
-        scanned = self.scanned + other.scanned
-        return Work(scores, choosing, scanned, self.banded or other.banded, {**self.shared, **other.shared})
+        return Work(
+            self.scores + other.scores,
+            self.choosing + other.choosing,
+            self.scanned + other.scanned,
+            self.banded or other.banded,
+            {**self.shared, **other.shared},
+        )
 
 
 def per_score(inputs: Inputs) -> float:

@@ -27,18 +27,15 @@ EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "nativ
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv) by the executor that `problem.inputs.impl` names.
-
-    `"auto"` takes the compiled kernels for the CPU (`"native"`) where they know such a problem, else operations of
-    torch (`"torch"`).
-
-    Raises `ValueError` where the executor named cannot answer, with the reason.
-    """
+    """The output (B, Hq, Nq, Dv) by the executor that `choose` names."""
     return EXECUTORS[choose(problem)[0]].attend(problem)
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:
-    """The name of the executor, and why it is not the compiled kernels where `"auto"` could not take them."""
+    """The name of the executor, and why `"auto"` does not take the compiled kernels, if it does not.
+
+    `"auto"` takes `"native"` where it can answer, else `"torch"`. Raises `ValueError` where another one cannot.
+    """
     impl = problem.inputs.impl
     if impl == "auto":
         reason = native.unsupported(problem)

@@ -20,14 +20,15 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 
 ROWS = 512
-"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip the keys
-after the last of them, as torch's own causal kernel does, which knows neither padding nor queries that begin late."""
+"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip keys after
+the last of them, as torch's own causal kernel does, which knows neither padding nor queries that begin late.
+"""
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
     """The output (B, Hq, Nq, Dv), `Softmax` through torch's fused kernels; dense under `impl="reference"`.
 
-    Queries that see no key give zero. Numbers so large that scores which a mask hides would have no float are rescaled.
+    Queries that see no key give zero. Inputs are rescaled where hidden scores could overflow.
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
         return _attend(inputs, weights)
@@ -81,11 +82,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     fused = partial(
-        scaled_dot_product_attention,
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=x.gqa_ratio > 1,
+        scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
     )
     rows = query, x.key, x.value
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):

@@ -15,10 +15,7 @@ SCORES_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights.
-
-    `graph` is of `inputs`, whose `impl` names the executor.
-    """
+    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights."""
 
     inputs: Inputs
     graph: Graph
@@ -28,15 +25,13 @@ class Problem:
     @property
     def by_block(self) -> bool:
         """Whether blocks of consecutive queries have lists or means of their own."""
-        columns = self.graph.columns
-        by_list = columns is not None and columns.place is None and columns.blocks > 1
+        by_list = self.graph.columns is not None and not self.by_cohort and self.graph.columns.blocks > 1
         return by_list or isinstance(self.stand_ins, BlockStandIns)
 
     @property
     def by_cohort(self) -> bool:
         """Whether cohorts of queries have lists of their own."""
-        columns = self.graph.columns
-        return columns is not None and columns.place is not None
+        return self.graph.columns is not None and self.graph.columns.place is not None
 
     @property
     def unbiased(self) -> str | None:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.core.buffer import Buffer
 from fewkeys.core.extent import needs_rescaling
-from fewkeys.core.fields import DERIVED, Fields
+from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -183,7 +182,7 @@ class Coded(Fields):
 
     def held(self) -> tuple[Tensor, ...]:
         """All buffers that a kernel reads."""
-        return tuple(buffer.held for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
+        return tuple(buffer.storage for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self.rows.read(0, self.rows.count))

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.buffer import Buffer
-from fewkeys.core.fields import Fields
+from fewkeys.core.fields import Buffer, Fields
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.memory.base import LeafType, named_rows

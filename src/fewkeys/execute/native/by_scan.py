@@ -17,7 +17,7 @@ from fewkeys.select.key_scan import Scanned
 
 def form(problem: Problem) -> str | None:
     """Why there is no kernel for a scan of this form, None where there is."""
-    if not by_scan.knows(problem):
+    if by_scan.only_scan(problem.graph) is None:
         return "expected keys that each query finds by their codes alone, got others beside them"
     if problem.inputs.head_dim > LARGEST_CODED:
         return f"expected heads of at most {LARGEST_CODED} dimensions, got {problem.inputs.head_dim}"

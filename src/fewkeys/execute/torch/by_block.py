@@ -1,8 +1,7 @@
 """The plan in time and memory linear in the number of tokens, in plain torch.
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
-product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Extra edges are a source of their own. Blocks are grouped into chunks that fit the cache.
+product; the band is another, over overlapping views of the keys. Blocks are grouped into chunks that fit the cache.
 Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
@@ -14,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.graph import Graph, band_block
-from fewkeys.core.inputs import Inputs
+from fewkeys.core.graph import band_block
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source
+from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source, assembled
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 CACHED_SCORES = 2**20
@@ -36,18 +34,22 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
-    if by_scan.knows(problem):
-        return by_scan.attend(problem)
-    if problem.by_cohort:
-        return by_cohort.attend(problem)
+    if (scanned := by_scan.only_scan(graph)) is not None:
+        return by_scan.attend(problem, scanned)
+    if graph.columns is not None and graph.columns.place is not None:
+        return by_cohort.attend(problem, graph.columns, graph.columns.place)
     if graph.rows is not None or graph.full or graph.scan is not None:
         return reference.attend_in_pieces(problem)
-    size = block_size(graph)
-    lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
+    lead, size = 0, 64 if graph.band is None else band_block(sum(graph.band))
+    if graph.columns is not None and graph.columns.blocks > 1:
+        size = graph.columns.size
+        lead = x.offset % size
     if lead:
         # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
-        return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
+        extra = None if graph.extra is None else graph.extra.delayed(lead)
+        led = replace(graph, inputs=whole, extra=extra)
+        return attend(replace(problem, inputs=whole, graph=led))[:, :, lead:]
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(Lists(x, graph.columns))
@@ -64,53 +66,22 @@ def attend(problem: Problem) -> Tensor:
         sources.append(means)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
 
+    query = x.grouped_query().flatten(0, 1)
+
+    def part(heads: slice, start: int, stop: int) -> Tensor:
+        chunk = Chunk.of(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
+        return chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
+
     # Some heads and some blocks of queries at a time, at most `CACHED_SCORES` scores.
     width = sum(source.width for source in sources) * x.gqa_ratio
-    query = x.grouped_query().flatten(0, 1)
     heads = max(1, min(query.shape[0], CACHED_SCORES // max(1, width * x.queries)))
     span = max(1, CACHED_SCORES // (heads * width * size)) * size
-    output = x.value.new_empty((*query.shape[:3], x.value_dim))
-    rows = []
-    for h in range(0, query.shape[0], heads):
-        row, part = [], slice(h, h + heads)
-        for start in range(0, x.queries, span):
-            stop = min(start + span, x.queries)
-            chunk = _chunk(x, query, part, start, stop, size)
-            attended = chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
-            if attended.requires_grad:
-                row.append(attended.to(x.query.dtype))
-            else:
-                output[part, :, start:stop] = attended
-        if row:
-            rows.append(torch.cat(row, 2))
-    # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
-    output = torch.cat(rows) if rows else output
-    by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
-    return by_head
-
-
-def block_size(graph: Graph) -> int:
-    """Queries per block: those of the graph's lists, or a size that fits the band's reach."""
-    if graph.columns is not None and graph.columns.blocks > 1:
-        return graph.columns.size
-    return 64 if graph.band is None else band_block(sum(graph.band))
-
-
-def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:
-    rows = working(query[heads, :, start:stop]) * x.scale
-    blocks = -(-(stop - start) // size)
-    if blocks * size > stop - start:
-        rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))
-    rows = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
-    return Chunk(heads, start, blocks, size, x.gqa_ratio, x.offset, rows)
+    spans = [(start, min(start + span, x.queries)) for start in range(0, x.queries, span)]
+    return assembled(x, heads, spans, part)
 
 
 def _attend_chunk(
-    chunk: Chunk,
-    sources: list[Source],
-    means: Means | PastMeans | None,
-    weights: Weights,
-    distances: Distances | None,
+    chunk: Chunk, sources: list[Source], means: Means | PastMeans | None, weights: Weights, distances: Distances | None
 ) -> Tensor:
     """The output of a chunk's queries, (H, M, Dv)."""
     parts = [source.scores(chunk) for source in sources]
@@ -124,8 +95,8 @@ def _attend_chunk(
     elif means is not None:
         multiplicity = means.multiplicity(chunk)
         if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in without keys must not decide the row's largest score. A mean cannot: it is an average
-            # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
+            # A stand-in without keys must not decide the row's largest score. Without curvature it cannot: it is an
+            # average of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
     if multiplicity is not None:
@@ -135,11 +106,4 @@ def _attend_chunk(
     for source, part in zip(sources[1:], weight[1:], strict=True):
         total += part.sum(-1, keepdim=True)
         mixed += source.mix(part, chunk)
-    output: Tensor = mixed / positive(total)
-    return output
-
-
-def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
-    """The graph for inputs whose first `lead` queries are padding."""
-    extra = None if graph.extra is None else graph.extra.delayed(lead)
-    return replace(graph, inputs=inputs, extra=extra)
+    return mixed / positive(total)

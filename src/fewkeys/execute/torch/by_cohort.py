@@ -14,30 +14,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from fewkeys.core.distances import DistanceBias, logarithm
-from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries
+from fewkeys.core.distances import logarithm
+from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries, marked
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import stretch, take
+from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.execute.torch.distances import Distances
+from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
 from fewkeys.rest.base import CohortStandIns, within_reach
 
 
-def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, columns = problem.inputs, problem.graph.columns
-    if columns is None or columns.place is None:
-        raise ValueError("graph: expected lists of cohorts, got others")
-    stand_ins = problem.stand_ins if isinstance(problem.stand_ins, CohortStandIns) else None
-    per_head = x.gqa_ratio * x.queries * (columns.index.shape[3] + (0 if stand_ins is None else stand_ins.count))
+def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a graph with these lists of the cohorts at `place`, equal to `reference.attend` up
+    to rounding. Cost O(n slots (D + Dv)).
+    """
+    x, s = problem.inputs, problem.stand_ins
+    width = columns.index.shape[3] + (s.count if isinstance(s, CohortStandIns) else 0)
+    per_head = x.gqa_ratio * x.queries * width
     rows = []
     for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
-        row = [
-            _attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)
-        ]
-        rows.append(torch.cat(row, 1))
+        parts = [(batch, heads) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)]
+        rows.append(torch.cat([_attend(*_part(problem, columns, place, part)) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
 
 
@@ -46,48 +45,43 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _part(problem: Problem, columns: Columns, batch: slice, heads: slice) -> Problem:
-    """The problem of some sequences and key heads."""
-    x, s = problem.inputs, problem.stand_ins
-
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[batch, heads]
-
-    query, valid = part(x.grouped_query()).flatten(1, 2), None if x.valid is None else x.valid[batch]
-    bias = None if x.bias is None else x.bias.heads(heads, x.gqa_ratio)
-    inputs = replace(x, query=query, key=part(x.key), value=part(x.value), valid=valid, bias=bias, _memory={})
-    place = None if columns.place is None else part(columns.place)
-    lists = Columns(part(columns.index), part(columns.used), columns.size, place)
+def _part(
+    problem: Problem, columns: Columns, place: Tensor, part: tuple[slice, slice]
+) -> tuple[Problem, Columns, Tensor]:
+    """The arguments of `attend` for some sequences and key heads."""
+    s, (batch, heads) = problem.stand_ins, part
+    inputs = problem.inputs.heads(heads, batch)
+    lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
     if isinstance(s, CohortStandIns):
-        s = s.changed(part)
-    return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
+        s = s.changed(lambda tensor: tensor[part])
+    graph = Graph(inputs, problem.graph.band, lists)
+    return replace(problem, inputs=inputs, graph=graph, stand_ins=s), lists, place[part]
 
 
-def _attend(problem: Problem) -> Tensor:
+def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
     """The output in working precision."""
-    x, columns, s = problem.inputs, problem.graph.columns, problem.stand_ins
-    if columns is None or columns.place is None:
-        raise ValueError("graph: expected lists of cohorts, got others")
-    band = None if problem.graph.band is None else _Band(x, problem.graph.band, columns, columns.place)
+    x, s, band, place = problem.inputs, problem.stand_ins, problem.graph.band, places.clamp_min(0)
+    size = 64 if band is None else band_block(sum(band))
+    distances = None if x.bias is None else Distances(x, x.bias, size, band)
     queries = working(x.grouped_query().flatten(2, 3)) * x.scale
-    place = columns.place.clamp_min(0)
+    near = None if band is None else _Near(x, band, columns, places, queries, distances)
     query = take(queries, place)
     list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
     scores = [query @ list_key.mT]
-    biases = None if x.bias is None else _Biases(x, x.bias, columns, columns.place, band)
+    biases = None if distances is None else _Biases(x, distances, columns, place)
     if biases is not None:
         scores[0] = scores[0] + biases.of_list
     if not bool(columns.used.all()):
         scores[0] = scores[0].masked_fill(~columns.used.unsqueeze(3), -torch.inf)
-    if band is not None:
-        scores.append(take(band.scores(queries), place))
+    if near is not None:
+        scores.append(take(near.scores, place))
     if isinstance(s, CohortStandIns):
         spoken_for = s.size.unsqueeze(3)
         extra = query @ working(s.key).mT + s.bias.unsqueeze(3)
         if biases is not None:
             spoken_for, extra = biases.mass(s), extra + biases.largest
-        elif band is not None:
-            spoken_for = spoken_for - take(band.counts(s), place)
+        elif near is not None:
+            spoken_for = spoken_for - take(near.counts(s), place)
         scores.append(extra + logarithm(s.mass.unsqueeze(3) * spoken_for / s.size.unsqueeze(3).clamp_min(1)))
     weights = problem.weights.kernel(scores)
     total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
@@ -97,82 +91,64 @@ def _attend(problem: Problem) -> Tensor:
         if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
             along = within_reach(query @ working(s.left), s.bounds)
             mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * (along @ s.right)
-    if band is None:
-        output = _in_order(x, columns.place, mixed / positive(total))
+    if near is None:
+        output = _in_order(x, places, mixed / positive(total))
     else:
-        together = _in_order(x, columns.place, torch.cat([mixed, total, weights[1]], -1))
-        mixed, total, near = together.split([x.value_dim, 1, band.width], -1)
-        output = (mixed + band.mix(near)) / positive(total)
-    by_head: Tensor = output.unflatten(2, (x.gqa_ratio, -1))
-    return by_head.flatten(1, 2)
+        together = _in_order(x, places, torch.cat([mixed, total, weights[1]], -1))
+        mixed, total, of_near = together.split([x.value_dim, 1, near.scores.shape[-1]], -1)
+        output = (mixed + near.mix(of_near)) / positive(total)
+    return torch.unflatten(output, 2, (x.gqa_ratio, -1)).flatten(1, 2)
 
 
-class _Band:
-    """The keys around every query but those that its cohort's list holds, block by block of consecutive queries.
+class _Near:
+    """The keys of a band around every query but those that its cohort's list holds.
 
-    Rows are (B, Hkv, R Nq, width): those of the R query heads that read a key head, one after the other; `width` keys
-    are around a block.
+    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other; `width` keys are
+    around a block of consecutive queries.
     """
 
-    def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns, place: Tensor) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        band: tuple[int, int],
+        columns: Columns,
+        place: Tensor,
+        query: Tensor,
+        distances: Distances | None,
+    ) -> None:
         x, self.inputs = inputs, inputs
-        reach = max(x.keys, x.queries + x.offset)
-        self.left, right = (min(side, reach) for side in band)
-        self.size = band_block(self.left + right)
-        self.blocks, self.width = -(-x.queries // self.size), self.size + self.left + right
-        device = x.key.device
-        query = torch.arange(x.queries, device=device)
-        first = query // self.size * self.size + x.offset - self.left
-        position = first.unsqueeze(-1) + torch.arange(self.width, device=device)
-        distance = position - (query + x.offset).unsqueeze(-1)
-        seen = (distance >= -self.left) & (distance <= right) & (position >= 0) & (position < x.keys)
-        self.reach, self.bias = (self.left, right), None
-        if x.bias is not None:
-            heads = torch.arange(x.query_heads, device=device)[:, None, None]
-            self.bias = x.bias.at(heads, distance).unflatten(0, (x.kv_heads, -1)).flatten(1, 2)
-        self.position = position.clamp(0, x.keys - 1).repeat(x.gqa_ratio, 1)
-        hidden = torch.zeros((*columns.index.shape[:3], x.keys), dtype=torch.uint8, device=device)
-        hidden.scatter_reduce_(-1, columns.index, columns.used.to(torch.uint8), "amax")
-        if x.valid is not None:
-            hidden |= ~x.valid[:, None, None]
+        size = band_block(sum(band))
+        self.band = Band(x, band, None, size)
+        self.chunk = Chunk.of(self._by_head(query), slice(None), 0, size, x.offset)
+        scores, around = self.band.scores(self.chunk), self.band.place(self.chunk)
+        if distances is not None:
+            scores = scores + distances.of(around, self.chunk)
+        self.position = around[0].repeat_interleave(size, 0)[: x.queries].repeat(x.gqa_ratio, 1)
+        listed = marked(columns.index, columns.used, x.keys)
         cohort = cohort_of_queries(x, place).unflatten(1, (x.kv_heads, -1)).flatten(2, 3).clamp_min(0)
         at = cohort.unsqueeze(-1) * x.keys + self.position
-        unseen = hidden.flatten(2).gather(-1, at.flatten(2)).view(at.shape)
-        self.seen = seen.repeat(x.gqa_ratio, 1) & (unseen == 0)
+        hidden = listed.flatten(2).gather(-1, at.flatten(2)).view(at.shape) > 0
+        self.scores = self._by_query(scores).masked_fill(hidden, -torch.inf)
 
-    def _around(self, rows: Tensor) -> Tensor:
-        """Rows (B, Hkv, Nk, X) around every block, (B, Hkv, 1, blocks, X, width); zeros beyond the sequence."""
-        first = self.inputs.offset - self.left
-        last = first + (self.blocks - 1) * self.size + self.width
-        return working(stretch(rows, first, last).unfold(2, self.width, self.size)).unsqueeze(2)
-
-    def _by_block(self, rows: Tensor) -> Tensor:
-        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), padded with zeros."""
-        by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
-        filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
-        by_block: Tensor = filled.unflatten(3, (self.blocks, self.size))
-        return by_block
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """(B, Hkv, R Nq, X) -> (B Hkv, R, Nq, X)."""
+        return torch.unflatten(rows, 2, (self.inputs.gqa_ratio, -1)).flatten(0, 1)
 
     def _by_query(self, rows: Tensor) -> Tensor:
-        """The inverse of `_by_block`."""
-        by_query: Tensor = rows.flatten(3, 4)[:, :, :, : self.inputs.queries].flatten(2, 3)
-        return by_query
-
-    def scores(self, query: Tensor) -> Tensor:
-        """Of scaled queries (B, Hkv, R Nq, D)."""
-        scores = self._by_query(self._by_block(query) @ self._around(self.inputs.key))
-        scores = scores if self.bias is None else scores + self.bias
-        return scores.masked_fill(~self.seen, -torch.inf)
+        """(B Hkv, M, X) in the order of the chunk -> (B, Hkv, R Nq, X)."""
+        by_query = self.chunk.by_query(rows)[:, :, : self.inputs.queries].flatten(1, 2)
+        return torch.unflatten(by_query, 0, (self.inputs.batch, -1))
 
     def mix(self, weights: Tensor) -> Tensor:
         """The weighted sums (B, Hkv, R Nq, Dv) of the values."""
-        return self._by_query(self._by_block(weights) @ self._around(self.inputs.value).mT)
+        return self._by_query(self.band.mix(in_blocks(self._by_head(weights), self.chunk.size), self.chunk))
 
     def counts(self, stand_ins: CohortStandIns) -> Tensor:
         """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
-        label = stand_ins.label.gather(-1, self.position.flatten().expand(*self.seen.shape[:2], -1))
-        counts = stand_ins.size.new_zeros((*self.seen.shape[:3], stand_ins.count))
-        return counts.scatter_add_(-1, label.view(self.seen.shape), self.seen.to(counts.dtype))
+        seen = self.scores > -torch.inf
+        label = stand_ins.label.gather(-1, self.position.flatten().expand(*seen.shape[:2], -1))
+        counts = stand_ins.size.new_zeros((*seen.shape[:3], stand_ins.count))
+        return counts.scatter_add_(-1, label.view(seen.shape), seen.to(counts.dtype))
 
 
 class _Biases:
@@ -181,18 +157,15 @@ class _Biases:
     `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
     """
 
-    def __init__(self, inputs: Inputs, bias: DistanceBias, columns: Columns, place: Tensor, band: _Band | None) -> None:
-        x, self.inputs, self.index, self.place = inputs, inputs, columns.index, place.clamp_min(0)
-        bias = bias.reaching(0, max(x.keys, x.queries + x.offset))
-        first = x.gqa_ratio * torch.arange(x.kv_heads, device=place.device)[:, None, None]
-        head, position = first + self.place // x.queries, self.place % x.queries + x.offset
-        distance = columns.index.unsqueeze(3) - position.unsqueeze(-1)
+    def __init__(self, inputs: Inputs, distances: Distances, columns: Columns, place: Tensor) -> None:
+        x, self.inputs, self.index, self.place = inputs, inputs, columns.index, place
+        self.distances, bias = distances, distances.bias
+        head = place // x.queries + x.gqa_ratio * torch.arange(x.kv_heads, device=place.device)[:, None, None]
+        distance = columns.index.unsqueeze(3) - (place % x.queries + x.offset).unsqueeze(-1)
         self.of_list, self.largest = bias.at(head.unsqueeze(-1), distance), bias.largest[head].unsqueeze(-1)
-        self.listed, reach, size = columns.used.unsqueeze(3), None, 64
-        if band is not None:
-            reach, size = band.reach, band.size
-            self.listed = self.listed & ((distance < -reach[0]) | (distance > reach[1]))
-        self.distances = Distances(x, bias, size, reach)
+        self.listed = columns.used.unsqueeze(3)
+        if (band := distances.band) is not None:
+            self.listed = self.listed & ((distance < -band[0]) | (distance > band[1]))
 
     def mass(self, stand_ins: CohortStandIns) -> Tensor:
         """(B, Hkv, H, M, C): sums of exp(bias - largest) over the keys of each cluster that a query does not keep."""
@@ -215,5 +188,4 @@ def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
     # The row of each query; behind the last one for queries of no cohort.
     back = torch.full((*places.shape[:2], queries + 1), places.shape[2], device=place.device)
     back.scatter_(-1, places.masked_fill(places < 0, queries), row)
-    by_query: Tensor = take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
-    return by_query
+    return take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])

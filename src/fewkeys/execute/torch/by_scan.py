@@ -1,58 +1,41 @@
 """Plans whose queries choose keys by their codes: own blocks, chosen keys and means, some queries of a block at a time.
 
-Memory O(n (D + Dv)) beside the lists: what is gathered has a fixed size, but where gradients are wanted.
+Memory O(n (D + Dv)) beside the lists; gradients need more, since they store what is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.graph import Graph
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
+from fewkeys.execute.torch.sources import assembled
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
 
-def knows(problem: Problem) -> bool:
-    """Whether the graph holds the keys that a scan chose, and no others."""
-    graph = problem.graph
+def only_scan(graph: Graph) -> Scanned | None:
+    """The scan of a graph that holds no other edges, else None."""
     others = (graph.band, graph.columns, graph.rows, graph.extra)
-    return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
+    is_alone = not graph.full and all(other is None for other in others)
+    return graph.scan if isinstance(graph.scan, Scanned) and is_alone else None
 
 
-def attend(problem: Problem) -> Tensor:
+def attend(problem: Problem, scanned: Scanned) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, scanned = problem.inputs, problem.graph.scan
-    if not isinstance(scanned, Scanned):
-        raise ValueError("graph: expected the keys of a scan, got others")
+    x = problem.inputs
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
-    rows, seen = _Rows(problem, scanned), scanned.seen
-    output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
-    parts: list[Tensor] = []
-    start = 0
-    while start < x.queries:
-        stop = min(x.queries, start + BLOCK - (start + x.offset) % BLOCK)
-        for head in range(0, len(output), heads):
-            part = slice(head, head + heads)
-            mixed = rows.attend(part, start, stop, int(seen[start]))
-            if mixed.requires_grad:
-                parts.append(mixed)
-            else:
-                output[part, :, start:stop] = mixed
-        start = stop
-    if parts:
-        # Written in place without gradients; with them, in-place writes would copy the whole gradient once per part.
-        many = -(-len(output) // heads)
-        output = torch.cat([torch.cat(parts[at : at + many]) for at in range(0, len(parts), many)], 2)
-    by_head: Tensor = output.to(x.query.dtype).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
-    return by_head
+    starts = [0, *range(BLOCK - x.offset % BLOCK, x.queries, BLOCK)]
+    return assembled(x, heads, [*pairwise([*starts, x.queries])], _Rows(problem, scanned).attend)
 
 
 class _Rows:
@@ -60,55 +43,50 @@ class _Rows:
 
     def __init__(self, problem: Problem, scanned: Scanned) -> None:
         x, s = problem.inputs, problem.stand_ins
-        self.x, self.weights = x, problem.weights
+        self.x, self.weights, self.seen = x, problem.weights, scanned.seen
         self.stand_ins = s if isinstance(s, RangeStandIns) else None
         self.query = x.grouped_query().flatten(0, 1)
         self.key, self.value = x.key.flatten(0, 1), x.value.flatten(0, 1)
-        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working(x.query[:0]).dtype)
+        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working_dtype(x.query.dtype))
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
-    def attend(self, heads: slice, start: int, stop: int, first: int) -> Tensor:
-        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at key `first`."""
-        x = self.x
+    def attend(self, heads: slice, start: int, stop: int) -> Tensor:
+        """The output (H, gqa_ratio, M, Dv) of the queries start .. stop - 1 of one block."""
+        x, s = self.x, self.stand_ins
         query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
+        first = int(self.seen[start])  # of the keys of the queries' own block
         last = min(x.keys, stop + x.offset) if x.is_causal else first
         near, far = slice(first, last), self.index[heads, :, start:stop].flatten(1, 2).long()
-        hidden = far < 0
-        chosen = far.clamp_min(0).unsqueeze(1)
-        keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen).squeeze(1))
+        chosen = far.clamp_min(0)
+        keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen.unsqueeze(1)).squeeze(1))
         near_keys, near_values = self._read(lambda rows: rows[heads, near])
-        late = (
-            torch.arange(first, last, device=far.device)
-            > torch.arange(start, stop, device=far.device)[:, None] + x.offset
-        )
-        late = late.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)
+        position = torch.arange(start, stop, device=far.device) + x.offset
+        hidden = torch.arange(first, last, device=far.device) > position[:, None]
+        hidden = hidden.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)
         if x.valid is not None:
             real = x.valid.repeat_interleave(x.kv_heads, 0)[heads, near]
-            late = late | ~real.unsqueeze(1)
+            hidden = hidden | ~real.unsqueeze(1)
         scores = [
-            (query @ near_keys.mT).masked_fill(late, -torch.inf),
-            (keys @ query.unsqueeze(-1)).squeeze(-1).masked_fill(hidden, -torch.inf),
+            (query @ near_keys.mT).masked_fill(hidden, -torch.inf),
+            (keys @ query.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
         ]
-        s, left, means = self.stand_ins, None, None
         if s is not None:
             step = int(s.step(x, start, start + 1))
-            mean, means = (part.flatten(0, 1)[heads, step] for part in (s.key, s.value))
+            mean_keys, mean_values = (part.flatten(0, 1)[heads, step] for part in (s.key, s.value))
             size = s.size[:, step].repeat_interleave(x.kv_heads, 0)[heads, None]
-            edges = s.edges[step]
             # Ranges may be empty: a key is in the last one that begins at it or before it.
-            place = (torch.searchsorted(edges, far.clamp_min(0), right=True) - 1).clamp_max(s.count - 1)
-            held = size.new_zeros((*far.shape[:2], s.count)).scatter_add_(-1, place, (~hidden).to(size.dtype))
-            left = size - held
-            scores.append((query @ mean.mT).masked_fill(left <= 0, -torch.inf))
+            place = (torch.searchsorted(s.edges[step], chosen, right=True) - 1).clamp_max(s.count - 1)
+            kept = size.new_zeros((*far.shape[:2], s.count)).scatter_add_(-1, place, (far >= 0).to(size.dtype))
+            left = size - kept
+            scores.append((query @ mean_keys.mT).masked_fill(left <= 0, -torch.inf))
         (joined,) = self.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
         weight = joined.split([part.shape[-1] for part in scores], -1)
         mixed = weight[0] @ near_values + (weight[1].unsqueeze(-2) @ values).squeeze(-2)
         total = weight[0].sum(-1, keepdim=True) + weight[1].sum(-1, keepdim=True)
-        if left is not None and means is not None:
-            rest = weight[2] * left
-            mixed, total = mixed + rest @ means, total + rest.sum(-1, keepdim=True)
-        by_head: Tensor = (mixed / positive(total)).unflatten(1, (x.gqa_ratio, -1))
-        return by_head
+        if s is not None:
+            of_means = weight[2] * left
+            mixed, total = mixed + of_means @ mean_values, total + of_means.sum(-1, keepdim=True)
+        return torch.unflatten(mixed / positive(total), 1, (x.gqa_ratio, -1))
 
     def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The keys and values that `part` selects."""

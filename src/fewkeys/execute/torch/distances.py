@@ -13,15 +13,14 @@ from fewkeys.execute.torch.sources import Chunk
 
 
 class Distances:
-    """Of all heads; `size`: the queries of a block, `band`: the distances at which queries keep every key."""
+    """The bias of all heads; `size`: the queries of a block, `band`: the distances at which queries keep every key."""
 
     def __init__(self, inputs: Inputs, bias: DistanceBias, size: int, band: tuple[int, int] | None) -> None:
         x = inputs
-        reaching = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
-        self.reach, self.size, self.keys = reaching.reach, size, x.keys
-        self.table = reaching.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = reaching.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
-        self.band = band
+        self.bias = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
+        self.reach, self.size, self.keys, self.band = self.bias.reach, size, x.keys, band
+        self.table = torch.unflatten(self.bias.table, 0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
+        self.largest = torch.unflatten(self.bias.largest, 0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, width), for columns whose keys are at `place` (H or 1, blocks or 1, width)."""
@@ -30,37 +29,34 @@ class Distances:
         distance = place.unsqueeze(2) - (query + chunk.first_key)
         index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
         biases = table.gather(-1, index.expand(*table.shape[:2], -1))
-        by_query: Tensor = biases.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
-        return by_query
+        return torch.unflatten(biases, -1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
 
         member (Heads, Nk, C): what each key counts for.
         """
-        largest = self.largest[chunk.heads][:, None, :, None, None]
         mass = self.mass(member[chunk.heads], chunk.heads, chunk.first_key, chunk.blocks)
-        log_mass: Tensor = (logarithm(mass) + largest).flatten(1, 3)
-        return log_mass
+        return (logarithm(mass) + self.largest[chunk.heads][:, None, :, None, None]).flatten(1, 3)
 
-    def mass(self, held: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
-        """(H, blocks, R, size, C): sums of `held` (H, Nk, C) over all keys outside the band, times exp(bias - largest).
+    def mass(self, member: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
+        """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band.
 
-        Of blocks of queries from the place `first_key` on. A block meets the keys within `reach` by one small matrix,
-        the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
+        For blocks of queries from the place `first_key` on. The weights of the keys within `reach` are one small
+        matrix, the same for all blocks. Keys before and after have one bias each: prefix sums give their sums.
         """
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
-        width, device = self.size + 2 * self.reach, held.device
+        width, device = self.size + 2 * self.reach, member.device
         step = torch.arange(width, device=device) - self.reach - torch.arange(self.size, device=device)[:, None]
         near = weight[:, :, step.clamp(-self.reach, self.reach) + self.reach]
         first = first_key - self.reach
         last = first + (blocks - 1) * self.size + width
         if self.band is not None:
             near = near.masked_fill((step >= -self.band[0]) & (step <= self.band[1]), 0.0)
-        around = stretch(held, first, last).unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
-        product = (near.flatten(1, 2) @ around.mT).unflatten(1, (-1, self.size)).unflatten(3, (blocks, -1))
-        mass: Tensor = product.movedim(3, 1)
-        sums = pad(held.cumsum(1), (0, 0, 1, 0))
+        around = stretch(member, first, last).unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
+        product = torch.unflatten(near.flatten(1, 2) @ around.mT, 1, (-1, self.size))
+        mass = torch.unflatten(product, 3, (blocks, -1)).movedim(3, 1)
+        sums = pad(member.cumsum(1), (0, 0, 1, 0))
         starts = first + torch.arange(blocks, device=device) * self.size
         ahead = sums[:, starts.clamp(0, self.keys)]
         behind = sums[:, -1:] - sums[:, (starts + width).clamp(0, self.keys)]

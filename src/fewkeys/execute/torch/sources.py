@@ -1,18 +1,20 @@
-"""The sources of a row's entries: shared key lists, block-wise key lists, the band, the stand-ins.
+"""The sources of a row's entries: lists of keys, the band, the stand-ins.
 
-Each source gives the scores of a chunk of queries, (H, M, columns), and mixes its values under their weights,
-(H, M, Dv). A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at
-the same positions stand together.
+Each source gives the scores (H, M, width) of a chunk of queries, and mixes its values under their weights, (H, M, Dv).
+A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at the same
+positions stand together.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
@@ -33,6 +35,12 @@ class Chunk:
     offset: int
     query: Tensor  # (H, M, D), scaled, in working precision
 
+    @staticmethod
+    def of(query: Tensor, heads: slice, start: int, size: int, offset: int) -> Chunk:
+        """Of scaled queries (H, gqa_ratio, N, D) from query `start` on, in working precision."""
+        ratio, count = query.shape[1:3]
+        return Chunk(heads, start, -(-count // size), size, ratio, offset, in_blocks(query, size))
+
     @property
     def first_key(self) -> int:
         """Position of the first query among the keys."""
@@ -43,24 +51,54 @@ class Chunk:
         place = torch.arange(self.blocks * self.size, device=self.query.device) + self.first_key
         return place.view(self.blocks, 1, self.size).expand(-1, self.gqa_ratio, -1).flatten()
 
+    def part(self, rows: Tensor) -> Tensor:
+        """What `rows` (Heads, blocks or 1, ...) holds for the chunk's heads and blocks; 1: for all blocks."""
+        first = self.start // self.size if rows.shape[1] > 1 else 0
+        return rows[self.heads, first : first + self.blocks]
+
     def by_block(self, rows: Tensor) -> Tensor:
         """(H, M, ...) -> (H, blocks, gqa_ratio x size, ...)."""
-        by_block: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio * self.size))
-        return by_block
+        return torch.unflatten(rows, 1, (self.blocks, self.gqa_ratio * self.size))
 
     def by_query(self, rows: Tensor) -> Tensor:
         """(H, M, X) -> (H, gqa_ratio, blocks x size, X)."""
-        grouped: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio, self.size))
-        return grouped.transpose(1, 2).flatten(2, 3)
+        return torch.unflatten(rows, 1, (self.blocks, self.gqa_ratio, self.size)).transpose(1, 2).flatten(2, 3)
+
+
+def in_blocks(rows: Tensor, size: int) -> Tensor:
+    """(H, gqa_ratio, N, X) -> (H, M, X), with zeros up to whole blocks: the inverse of `Chunk.by_query`."""
+    blocks = -(-rows.shape[2] // size)
+    if blocks * size > rows.shape[2]:
+        rows = pad(rows, (0, 0, 0, blocks * size - rows.shape[2]))
+    return torch.unflatten(rows, 2, (blocks, size)).transpose(1, 2).flatten(1, 3)
+
+
+def assembled(
+    inputs: Inputs, heads: int, spans: Sequence[tuple[int, int]], attend: Callable[[slice, int, int], Tensor]
+) -> Tensor:
+    """The output (B, Hq, Nq, Dv), for `heads` heads and one span of queries start .. stop - 1 at a time.
+
+    attend: gives (H, gqa_ratio, stop - start, Dv) for the arguments heads, start and stop.
+    """
+    x, rows = inputs, []
+    output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
+    for head in range(0, len(output), heads):
+        part, row = slice(head, head + heads), []
+        for start, stop in spans:
+            attended = attend(part, start, stop)
+            if attended.requires_grad:  # in-place writes would copy the whole gradient once per part
+                row.append(attended.to(output.dtype))
+            else:
+                output[part, :, start:stop] = attended
+        rows += [torch.cat(row, 2)] if row else []
+    return torch.unflatten(torch.cat(rows) if rows else output, 0, (x.batch, x.kv_heads)).flatten(1, 2)
 
 
 class Source(ABC):
     """Some of the entries of every row."""
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Columns that the source adds to every row."""
+    width: int
+    """Columns that the source adds to every row."""
 
     @abstractmethod
     def scores(self, chunk: Chunk) -> Tensor:
@@ -89,16 +127,11 @@ class KeySource(Kept):
     def place(self, chunk: Chunk) -> Tensor:
         """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
 
-    @abstractmethod
-    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
-
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
     at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-    gathered: Tensor = working(rows.gather(1, at)).unflatten(1, index.shape[1:])
-    return gathered
+    return torch.unflatten(working(rows.gather(1, at)), 1, index.shape[1:])
 
 
 class Lists(KeySource):
@@ -107,21 +140,13 @@ class Lists(KeySource):
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
         self.index, used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
         self.hidden = None if bool(used.all()) else ~used
-        self.spoken_for, self.is_causal = columns.blocks > 1, inputs.is_causal
+        self.spoken_for, self.is_causal, self.width = columns.blocks > 1, inputs.is_causal, self.index.shape[2]
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         if columns.blocks == 1:  # which all chunks read
             self.key, self.value = _gather(self.key, self.index), _gather(self.value, self.index)
 
-    @property
-    def width(self) -> int:
-        return self.index.shape[-1]
-
-    def _of(self, lists: Tensor, chunk: Chunk) -> Tensor:
-        first = chunk.start // chunk.size if self.spoken_for else 0
-        return lists[chunk.heads, first : first + (chunk.blocks if self.spoken_for else 1)]
-
     def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        return _gather(rows[chunk.heads], self._of(self.index, chunk)) if rows.ndim == 3 else rows[chunk.heads]
+        return _gather(rows[chunk.heads], chunk.part(self.index)) if rows.ndim == 3 else rows[chunk.heads]
 
     def _by_list(self, rows: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, X) -> (H, blocks, M / blocks, X): by the list that the queries read."""
@@ -130,26 +155,23 @@ class Lists(KeySource):
     def scores(self, chunk: Chunk) -> Tensor:
         scores = self._by_list(chunk.query, chunk) @ self._rows(self.key, chunk).mT
         if self.hidden is not None:
-            scores.masked_fill_(self._of(self.hidden, chunk).unsqueeze(2), -torch.inf)
+            scores.masked_fill_(chunk.part(self.hidden).unsqueeze(2), -torch.inf)
         if self.is_causal:
             place = chunk.positions().view(chunk.blocks if self.spoken_for else 1, -1, 1)
-            scores.masked_fill_(self._of(self.index, chunk).unsqueeze(2) > place, -torch.inf)
+            scores.masked_fill_(chunk.part(self.index).unsqueeze(2) > place, -torch.inf)
         return scores.flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return self.collect(weights, self.value, chunk)
+        return (self._by_list(weights, chunk) @ self._rows(self.value, chunk)).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
-        return self._of(self.index, chunk)
-
-    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        return (self._by_list(weights, chunk) @ self._rows(rows, chunk)).flatten(1, 2)
+        return chunk.part(self.index)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        held = self._rows(member, chunk)
+        members = self._rows(member, chunk)
         if self.hidden is not None:
-            held = held.masked_fill(self._of(self.hidden, chunk).unsqueeze(-1), 0.0)
-        return held.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
+            members = members.masked_fill(chunk.part(self.hidden).unsqueeze(-1), 0.0)
+        return members.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
 
 
 class Band(KeySource):
@@ -158,79 +180,61 @@ class Band(KeySource):
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
         reach = max(inputs.keys, inputs.queries + inputs.offset)
         self.left, self.right = min(band[0], reach), min(band[1], reach)
-        self.size, self.keys = size, inputs.keys
+        self.size, self.keys, self.width = size, inputs.keys, size + self.left + self.right
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         device = inputs.key.device
         step = torch.arange(self.width, device=device) - torch.arange(size, device=device)[:, None]
         self.inside = (step >= 0) & (step <= self.left + self.right)
         self.columns = columns
-        self.hidden_keys = None
-        if inputs.valid is not None:
-            self.hidden_keys = (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
+        self.padding = None if inputs.valid is None else (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
 
-    @property
-    def width(self) -> int:
-        return self.size + self.left + self.right
-
-    def stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
+    def _stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
         """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
         first = chunk.first_key - self.left
         last = chunk.first_key + chunk.blocks * chunk.size + self.right
         return stretch(rows[chunk.heads], first, last).unfold(1, self.width, self.size)
 
     def scores(self, chunk: Chunk) -> Tensor:
-        scores = chunk.by_block(chunk.query) @ working(self.stretch(self.key, chunk))
+        scores = chunk.by_block(chunk.query) @ working(self._stretch(self.key, chunk))
         scores.unflatten(2, (chunk.gqa_ratio, chunk.size)).masked_fill_(~self.inside, -torch.inf)
-        hidden = self._hidden(chunk)
-        if hidden is not None:
-            scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        if hidden := [*self._hidden(chunk)]:
+            scores.masked_fill_(reduce(torch.logical_or, hidden).unsqueeze(2), -torch.inf)
         return scores.flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return self.collect(weights, self.value, chunk)
+        return (chunk.by_block(weights) @ working(self._stretch(self.value, chunk)).mT).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
-        return self._stretch_places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
-
-    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        return (chunk.by_block(weights) @ working(self.stretch(rows, chunk)).mT).flatten(1, 2)
+        return self._places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         inside = self.inside
         if self.columns is not None and self.columns.blocks > 1:
             # The list itself counts the keys that it holds; shared lists have no stand-ins.
             inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
-        held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
-        return held.unsqueeze(2).expand(-1, -1, chunk.gqa_ratio, -1, -1).flatten(1, 3)
+        sums = inside.to(member.dtype) @ self._stretch(member, chunk).mT
+        return sums.unsqueeze(2).expand(-1, -1, chunk.gqa_ratio, -1, -1).flatten(1, 3)
 
-    def _stretch_places(self, chunk: Chunk) -> Tensor:
+    def _places(self, chunk: Chunk) -> Tensor:
         """(blocks, width), also outside the sequence."""
         first = torch.arange(chunk.blocks, device=self.key.device)[:, None] * chunk.size + chunk.first_key - self.left
         return first + torch.arange(self.width, device=self.key.device)
 
-    def _hidden(self, chunk: Chunk) -> Tensor | None:
-        """(H, blocks, width): keys outside the sequence, padding, and keys that the block's lists hold."""
-        first, place = chunk.first_key - self.left, self._stretch_places(chunk)
-        outside = (place < 0) | (place >= self.keys)
-        heads = self.key[chunk.heads].shape[0]
-        hidden = None
-        if first < 0 or first + chunk.blocks * chunk.size + self.left + self.right > self.keys:
-            hidden = outside.expand(heads, -1, -1)
-        if self.hidden_keys is not None:
-            padding = self.hidden_keys[chunk.heads][:, place.clamp(0, self.keys - 1)]
-            hidden = padding if hidden is None else hidden | padding
+    def _hidden(self, chunk: Chunk) -> Iterator[Tensor]:
+        """(H or 1, blocks, width): places outside the sequence, padding, and keys that the block's lists hold."""
+        place = self._places(chunk)
+        first, last = chunk.first_key - self.left, chunk.first_key + chunk.blocks * chunk.size + self.right
+        if first < 0 or last > self.keys:
+            yield ((place < 0) | (place >= self.keys)).unsqueeze(0)
+        if self.padding is not None:
+            yield self.padding[chunk.heads][:, place.clamp(0, self.keys - 1)]
         if self.columns is not None:
-            listed = self._listed(self.columns, chunk)
-            hidden = listed if hidden is None else hidden | listed
-        return hidden
+            yield self._listed(self.columns, chunk)
 
     def _listed(self, columns: Columns, chunk: Chunk) -> Tensor:
         """(H, blocks, width): keys that the block's list holds."""
-        lists, used = (part.flatten(0, 1)[chunk.heads] for part in (columns.index, columns.used))
-        if columns.blocks > 1:
-            block = chunk.start // chunk.size
-            lists, used = lists[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
-        place = lists - self._stretch_places(chunk)[:, :1]
+        lists, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
+        place = lists - self._places(chunk)[:, :1]
         inside = used & (place >= 0) & (place < self.width)
         flags = torch.zeros((*place.shape[:2], self.width + 1), dtype=torch.bool, device=lists.device)
         # Keys outside the stretch are written to a last column, which is cut off.
@@ -241,23 +245,18 @@ class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
     def __init__(self, stand_ins: StandIns, near: Sequence[Kept]) -> None:
-        def flat(tensor: Tensor | None) -> Tensor | None:
+        def by_head(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else working(tensor).flatten(0, 1)
 
-        self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
-        self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
-        self.curvature, self.bounds, factor = (
-            flat(part) for part in (stand_ins.curvature, stand_ins.bounds, stand_ins.factor)
-        )
+        s = stand_ins
+        self.key, self.value = working(s.key).flatten(0, 1), working(s.value).flatten(0, 1)
+        self.bias, self.curvature, self.bounds = by_head(s.bias), by_head(s.curvature), by_head(s.bounds)
+        self.left, self.right, factor = by_head(s.left), by_head(s.right), by_head(s.factor)
         if factor is not None:
             # The factors are one more column of the values.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
-        self.total = stand_ins.total.flatten(0, 1).unsqueeze(1)
-        self.stand_ins, self.near = stand_ins, near
-
-    @property
-    def width(self) -> int:
-        return self.key.shape[1]
+        self.total = s.total.flatten(0, 1).unsqueeze(1)
+        self.stand_ins, self.near, self.width = s, near, s.count
 
     @property
     def member(self) -> Tensor:
@@ -301,31 +300,22 @@ class PastMeans(Source):
     """The stand-ins that each block of queries has of its past."""
 
     def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
-        self.key, self.value, self.bias, self.size = (
+        self.key, self.value, bias, self.size = (
             tensor.flatten(0, 1) for tensor in (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
         )
-        self.tilted = tilted
-
-    @property
-    def width(self) -> int:
-        return self.key.shape[2]
-
-    def _of(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        first = chunk.start // chunk.size if rows.shape[1] > 1 else 0
-        return rows[chunk.heads, first : first + chunk.blocks]
+        self.bias = bias if tilted else bias.masked_fill(bias > -torch.inf, 0.0)
+        self.tilted, self.width = tilted, self.key.shape[2]
 
     def scores(self, chunk: Chunk) -> Tensor:
-        scores = chunk.by_block(chunk.query) @ self._of(self.key, chunk).mT
-        bias = self._of(self.bias, chunk)
-        bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
-        return (scores + bias.unsqueeze(2)).flatten(1, 2)
+        scores = chunk.by_block(chunk.query) @ chunk.part(self.key).mT
+        return (scores + chunk.part(self.bias).unsqueeze(2)).flatten(1, 2)
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
         """How many keys each stand-in represents, (H, M, C); None where the bias includes it."""
         if self.tilted:
             return None
         rows = chunk.gqa_ratio * chunk.size
-        return self._of(self.size, chunk).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2)
+        return chunk.part(self.size).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return (chunk.by_block(weights) @ self._of(self.value, chunk)).flatten(1, 2)
+        return (chunk.by_block(weights) @ chunk.part(self.value)).flatten(1, 2)

@@ -61,11 +61,8 @@ class GroupedKeys(Kept):
         self.key_groups = key.flatten(0, 2).unbind(-1)
         self.overlaps = [[_overlap(one, other) for other in key.unbind(-1)] for one in query.unbind(-1)]
         self.key, self.value = (self._by_group(rows.flatten(0, 1)) for rows in (x.key, x.value))
+        self.width = max(1, int(size[self.query_group].flatten(0, 2).amax(0).sum()))
         self._latest: tuple[Chunk, list[Stretch]] | None = None
-
-    @property
-    def width(self) -> int:
-        return max(1, int(self.size[self.query_group].flatten(0, 2).amax(0).sum()))
 
     def scores(self, chunk: Chunk) -> Tensor:
         query, parts = chunk.query.flatten(0, 1), []
