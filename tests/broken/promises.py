@@ -293,8 +293,8 @@ PROMISES = (
     Breakage(
         "past: keys of the next step are absorbed",
         "past/scan.py",
-        "evicted.at(step)",
-        "evicted.at(min(step + 1, evicted.steps - 1))",
+        "counts[..., block, None], start[..., block, None]",
+        "counts[..., min(block + 1, blocks - 1), None], start[..., min(block + 1, blocks - 1), None]",
         (Law("parts/test_running_means", "sizes_count"),),
     ),
     Breakage(

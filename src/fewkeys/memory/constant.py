@@ -25,7 +25,6 @@ from fewkeys.memory.attend import attend
 from fewkeys.memory.base import Rules, named_dtype, named_rows
 from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens
 from fewkeys.plan import Plan
 
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
@@ -43,15 +42,15 @@ class _Facts:
 class Constant(Fields):
     """Memory of a fixed size (`fewkeys.memory.base.Memory`).
 
-    dtype: of the tokens as they come; before: the memories at the ends of the latest units, which the last `undo`
-    tokens need for `crop`.
+    dtype: of the tokens as they come; before: the states at the ends of the latest units, which `crop` needs to remove
+    the last `undo` tokens.
     """
 
     rules: Rules
     parts: Parts
     dtype: torch.dtype
     state: State
-    before: tuple[Constant, ...] = field(default=(), metadata=DERIVED)
+    before: tuple[State, ...] = field(default=(), metadata=DERIVED)
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -79,14 +78,14 @@ class Constant(Fields):
             rows = None
             if query is not None:
                 rows = query[:, :, done:stop].to(state.unit_queries.dtype).unflatten(1, (key.shape[1], -1)) * scale
-            state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, sinks=parts.sinks)
+            state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, parts.sinks)
             if rows is not None:
                 outputs.append(attend(state, parts, self.rules.plan.weights, rows))
             memory, done = replace(memory, state=state), stop
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
     def refusal(self, count: int) -> str | None:
-        if count >= self.state.moved or any(before.state.moved <= count for before in self.before):
+        if count >= self.state.moved or any(before.moved <= count for before in self.before):
             return None
         return (
             f"expected at least {self.state.moved} tokens to stay: what came before is summarised by units of "
@@ -94,11 +93,10 @@ class Constant(Fields):
         )
 
     def crop(self, count: int) -> Constant:
-        memory = self
-        while count < memory.state.moved:
-            *earlier, last = memory.before
-            memory = replace(last, before=tuple(earlier))
-        return replace(memory, state=memory.state.crop(count))
+        state, before = self.state, [*self.before]
+        while count < state.moved:
+            state = before.pop()
+        return replace(self, state=state.crop(count), before=tuple(before))
 
     def merge(self, other: Constant) -> Constant:
         raise ValueError(
@@ -129,27 +127,18 @@ class Constant(Fields):
     def _is_float64(self) -> bool:
         return self.state.near.key.dtype == torch.float64
 
-    @property
-    def _tilted(self) -> bool:
-        return isinstance(self.rules.plan.weights, Softmax)
-
     def _begin_unit(self) -> Constant:
-        """If a unit begins here: evicted keys enter the summary, and near keys that no query needs are removed."""
+        """If a unit begins here: evicted keys enter the summary, and near tokens that no query needs are removed."""
         parts, state, before = self.parts, self.state, self.before
-        start = state.length
-        if start == state.moved or start % parts.unit:
+        place = state.length
+        if place == state.moved or place % parts.unit:
             return self
         if self.rules.undo:
-            now = replace(self, before=())
-            before = (*(old for old in before if old.state.length > start - self.rules.undo), now)
-        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start))
-        state = state.advance(evicted, tilted=self._tilted)
-        return replace(self, state=state.trim(parts.needed_from(start)), before=before)
-
-    def _evicted(self, start: int, stop: int) -> Tokens:
-        """The near tokens at places start .. stop - 1 that are not sinks; none if the plan has no means."""
-        near = self.state.near.between(start, stop if self.parts.means else start)
-        return near.tokens().without(self.state.sinks.tokens())
+            before = (*(old for old in before if old.length > place - self.rules.undo), state)
+        tilted = isinstance(self.rules.plan.weights, Softmax)
+        state = state.advance(parts.near_from(place - 1), parts.near_from(place), tilted=tilted)
+        near = state.near.between(parts.needed_from(place), place)
+        return replace(self, state=replace(state, near=near), before=before)
 
 
 def _to_float64(part: Tensor) -> Tensor:
@@ -187,13 +176,6 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
 
 def _hold_large(tensors: Mapping[str, Tensor]) -> bool:
     """Whether rows in such memory, or sums of their squares, are so large that it must be held in float64."""
-    log = {
-        "key": LARGEST,
-        "value": LARGEST,
-        "rows": LARGEST,
-        "unit_queries": LARGEST,
-        "total": LARGEST,
-        "square": 2 * LARGEST,
-    }
+    log = dict.fromkeys(("key", "value", "rows", "unit_queries", "total"), LARGEST) | {"square": 2 * LARGEST}
     limits = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
     return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in limits)

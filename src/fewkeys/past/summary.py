@@ -71,53 +71,33 @@ class Summary(Fields):
         """(B, Hkv, M, Dv)."""
         return self.rows[..., self.seen.key.shape[-1] :]
 
-    @property
-    def taken(self) -> Tensor:
-        """(B, Hkv): the number of places that are not free."""
-        return (self.size > 0).sum(-1)
-
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
         """The summary with further keys (B, Hkv, E, D) and values. Those not `real` (B, Hkv, E) must be zero.
 
         `tilted`: the weights above, for softmax; otherwise t = 0, plain means.
         Cost O((M + E)^2 (D + Dv)) per head.
         """
-        new = Summary(
-            torch.cat([key, value], -1),
-            torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf),
-            real.to(key.dtype),
-            RunningKeys.empty(key, value).add(key.detach(), value.detach(), real),
+        excess = torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf)
+        summary = Summary(
+            torch.cat([self.rows, torch.cat([key, value], -1)], 2),
+            torch.cat([self.excess, excess], 2),
+            torch.cat([self.size, real.to(key.dtype)], 2),
+            self.seen.add(key.detach(), value.detach(), real),
         )
-        summary = replace(_beside(self, new), seen=self.seen + new.seen)
-        metric = _Metric(summary.seen, queries, tilted)
         if bool((summary.size == 0).any()):
             summary = _free_last(summary)
-        surplus = (summary.taken - self.count).clamp_min(0)
+        surplus = ((summary.size > 0).sum(-1) - self.count).clamp_min(0)
         if bool(surplus.any()):
-            summary = _joined(summary, surplus, metric)
+            summary = _joined(summary, surplus, _Metric(summary.seen, queries, tilted))
         rows, excess, size = (part[:, :, : self.count] for part in (summary.rows, summary.excess, summary.size))
         return replace(summary, rows=rows.contiguous(), excess=excess, size=size)
-
-
-def _beside(one: Summary, other: Summary) -> Summary:
-    return replace(
-        one,
-        rows=torch.cat([one.rows, other.rows], 2),
-        excess=torch.cat([one.excess, other.excess], 2),
-        size=torch.cat([one.size, other.size], 2),
-    )
 
 
 def _free_last(summary: Summary) -> Summary:
     """The same stand-ins, all free places last."""
     order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)
-    index = order.unsqueeze(-1).expand_as(summary.rows)
-    return replace(
-        summary,
-        rows=summary.rows.gather(-2, index),
-        excess=summary.excess.gather(-1, order),
-        size=summary.size.gather(-1, order),
-    )
+    excess, size = (part.gather(-1, order) for part in (summary.excess, summary.size))
+    return replace(summary, rows=summary.rows.take_along_dim(order.unsqueeze(-1), 2), excess=excess, size=size)
 
 
 class _Metric:
