@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
@@ -16,19 +16,29 @@ LeafType = Literal["model", "int8"]
 """The form of stored keys and values: the dtype of the model, or int8 with a scale for each row."""
 
 
-def check_leaves(leaves: object) -> None:
-    """Raise `ValueError` for a form of keys and values that is not known; None is the default of the caller."""
+def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
+    """Raise `ValueError` for an unknown form of keys and values, or one that no plan supports; None is always right."""
     if leaves is not None and leaves not in get_args(LeafType):
         raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
+    if leaves == "int8" and not any(plan.scanned for plan in plans):
+        raise ValueError(f"leaves: expected None for plans without KeyScan, got {leaves}; leave it out")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rules:
     """The plan, the form of stored keys and values, and the number of latest tokens that can always be removed."""
 
     plan: Plan
     leaves: LeafType
     undo: int
+
+
+@dataclass(frozen=True)
+class SavedFacts:
+    """What a file holds of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
+
+    dtype: str
+    moved: int = 0
 
 
 class Memory(Protocol):
@@ -49,8 +59,8 @@ class Memory(Protocol):
         """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
 
     @staticmethod
-    def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
-        """The memory of `count` tokens with these `facts()` and `tensors()`; `ValueError` if they are not valid."""
+    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Memory:
+        """The memory of `count` tokens with these facts and tensors of a file; `ValueError` if they are not valid."""
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """Allocate memory for the arguments of `extend`. Raises `MemoryError` before anything has changed."""
@@ -75,7 +85,7 @@ class Memory(Protocol):
         """Stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv), for their shapes and device."""
 
     def facts(self) -> dict[str, Any]:
-        """What a file holds beside the tensors, as JSON values."""
+        """The fields of `SavedFacts`."""
 
     def tensors(self, root: str = "") -> dict[str, Tensor]: ...
 

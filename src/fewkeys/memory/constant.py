@@ -9,6 +9,7 @@ entries may be larger still.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,24 +19,15 @@ from torch import Tensor
 
 from fewkeys.core.extent import LARGEST
 from fewkeys.core.fields import DERIVED, Fields
-from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax
 from fewkeys.memory.attend import attend
-from fewkeys.memory.base import Rules, named_dtype, named_rows
+from fewkeys.memory.base import Rules, SavedFacts, named_dtype, named_rows
 from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.state import State
 from fewkeys.plan import Plan
 
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The content of `Constant.facts`."""
-
-    moved: int
-    dtype: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,16 +103,15 @@ class Constant(Fields):
         return {"moved": self.state.moved, "dtype": str(self.dtype)}
 
     @staticmethod
-    def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Constant:
-        saved, (key, value) = build(_Facts, facts), named_rows(tensors, "state.near.")
-        dtype = named_dtype(saved.dtype)
+    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Constant:
+        dtype, (key, value) = named_dtype(facts.dtype), named_rows(tensors, "state.near.")
         if key.dtype not in (dtype, torch.float64):
             raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")
         empty = Constant.begin(rules, key, value)
-        _check(tensors, count, saved.moved, empty)
+        _check(tensors, count, facts.moved, empty)
         memory = empty.with_tensors(tensors)
         near = replace(memory.state.near, first=count - key.shape[2])
-        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=saved.moved, near=near))
+        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=facts.moved, near=near))
         return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)
 
     @property
@@ -153,17 +144,20 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
     near, queries = tensors["state.near.key"].shape[2], tensors["state.unit_queries"]
     if not length - parts.needed_from(moved) <= near <= length:
         raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
-    counts = {"state.near.": near, "state.sinks.": min(parts.sinks, length)}
-    forms: dict[str, Form] = {}
+    in_near, in_sinks = {2: near}, {2: min(parts.sinks, length)}
+    sizes: dict[str, dict[int, int]] = {
+        "state.near.key": in_near,
+        "state.near.value": in_near,
+        "state.sinks.key": in_sinks,
+        "state.sinks.value": in_sinks,
+        "state.unit_queries": {2: max(1, queries.shape[2]) if queries.ndim > 2 else 1, 3: since},
+        "state.has_query": {1: since},
+    }
+    forms = {}
     for name, like in empty.tensors().items():
-        count = next((count for root, count in counts.items() if name.startswith(root)), None)
-        shape = like.shape if count is None else (*like.shape[:2], count, *like.shape[3:])
-        forms[name] = Form(tuple(shape), like.dtype, infinite=name == "state.summary.excess")
-    head = forms["state.unit_queries"].shape
-    ratio = max(1, queries.shape[2]) if queries.ndim > 2 else 1
-    forms["state.unit_queries"] = forms["state.unit_queries"]._replace(shape=(*head[:2], ratio, since, head[4]))
-    forms["state.has_query"] = forms["state.has_query"]._replace(shape=(head[0], since))
-    forms |= {name: forms[name]._replace(least=0) for name in _COUNTS}
+        shape = tuple(sizes.get(name, {}).get(axis, size) for axis, size in enumerate(like.shape))
+        least = 0.0 if name in _COUNTS else -math.inf
+        forms[name] = Form(shape, like.dtype, least, infinite=name == "state.summary.excess")
     check(tensors, forms)
     size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]
     if not torch.equal(excess.isinf(), size == 0) or bool((excess == torch.inf).any()):

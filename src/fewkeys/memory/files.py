@@ -12,8 +12,10 @@ from torch import Tensor
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
+from fewkeys.memory.base import SavedFacts
 
 FORMAT = 5
+
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
 """The errors that damaged contents of a file may cause."""
 
@@ -27,7 +29,7 @@ class GroupFacts:
 
     plan: int
     gaps: list[list[int]]
-    held: dict[str, Any]
+    held: SavedFacts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A query attends to the same keys as under `attention(..., plan=plan, is_causal=T
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -77,18 +77,16 @@ class Stream:
     ) -> None:
         self.plan, self.leaves = plan, leaves
         self.scale = None if scale is None else check_real("scale", scale)
-        plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
-        self._plans: dict[Plan, list[int]] = {}
-        """Each distinct plan with its key heads; [0] where one plan serves all heads."""
-        for head, one in enumerate(plans):
+        self._plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
+        for one in self._plans:
             _memory_class(one).check(one)
-            self._plans.setdefault(one, []).append(head)
-        self._by_head = len(plans) if len(plans) > 1 else 0
+        check_leaves(leaves, self._plans)
+        self._heads: dict[Rules, list[int]] = {}
+        """The key heads of each distinct plan; [0] where one plan serves all heads."""
+        for head, one in enumerate(self._plans):
+            self._heads.setdefault(Rules(one, leaves or "model", undo), []).append(head)
+        self._by_head = len(self._plans) if len(self._plans) > 1 else 0
         """The number of key heads where each has a plan; 0 where one plan serves all heads."""
-        check_leaves(leaves)
-        if leaves == "int8" and not any(one.scanned for one in plans):
-            raise ValueError(f"leaves: expected None for a plan without KeyScan, whose memory is fixed, got {leaves}")
-        self._rules = [Rules(one, leaves or "model", undo) for one in self._plans]
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._processed = 0
@@ -100,9 +98,13 @@ class Stream:
         return self._processed + (0 if self._pending is None else self._pending.key.shape[2])
 
     @property
+    def _latest_kind(self) -> Kind | None:
+        return self._kind if self._pending is None else self._pending.kind
+
+    @property
     def batch(self) -> int | None:
         """Sequences in the batch; None before the first token."""
-        kind = self._kind if self._pending is None else self._pending.kind
+        kind = self._latest_kind
         return None if kind is None else kind.batch
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
@@ -110,7 +112,7 @@ class Stream:
 
         Tokens of an earlier `append` that no `attend` followed are added without queries.
         """
-        tokens = check_tokens(key, value, key_mask, self._kind if self._pending is None else self._pending.kind)
+        tokens = check_tokens(key, value, key_mask, self._latest_kind)
         heads = tokens.kind.heads
         if self._by_head not in (0, heads):
             raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {self._by_head}")
@@ -127,15 +129,14 @@ class Stream:
         self._pending = None
         first = tokens.key.shape[2] - query.shape[2]
         if first:
-            self._extend(None, 0.0, _part(tokens, slice(0, first)))
-            tokens = _part(tokens, slice(first, None))
+            self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
+            tokens = tokens.select(slice(None), slice(first, None))
         return cast("Tensor", self._extend(query, largest, tokens))
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
         if self._pending is not None:
-            key, value, real, largest = self._pending
-            self._pending = NewTokens(key[index], value[index], None if real is None else real[index], largest)
+            self._pending = self._pending.select(index, slice(None))
         if self._kind is None:
             return
         index = index.to(self._groups[0].rows.device)
@@ -220,8 +221,7 @@ class Stream:
     def contents(self) -> files.Contents:
         """The header and the tensors of the stream's file."""
         self._flush_pending()
-        plans = [self.plan] if isinstance(self.plan, Plan) else self.plan
-        facts = {"plans": [plan.to_dict() for plan in plans], "scale": self.scale, "leaves": self.leaves}
+        facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
         groups = [{"plan": one.plan, "gaps": one.gaps, "held": one.memory.facts()} for one in self._groups]
         tensors: dict[str, Tensor] = {}
         for number, group in enumerate(self._groups):
@@ -232,21 +232,20 @@ class Stream:
         """This stream, which has no tokens yet, with the contents of a file. Raises one of `files.FAULTS` for contents
         of other plans or damaged ones.
         """
-        wanted = [self.plan] if isinstance(self.plan, Plan) else [*self.plan]
         saved = [Plan.from_dict(plan) for plan in facts.plans]
-        if saved != wanted or facts.leaves != self.leaves:
-            show = str if [*map(str, saved)] != [*map(str, wanted)] or facts.leaves != self.leaves else repr
-            expected = _named([*map(show, wanted)], self.leaves)
+        if saved != [*self._plans] or facts.leaves != self.leaves:
+            show = str if _named(self._plans, self.leaves, str) != _named(saved, facts.leaves, str) else repr
             raise ValueError(
-                f"expected {expected}, got {_named([*map(show, saved)], facts.leaves)}; give the plan and leaves under "
-                "which the file was saved"
+                f"expected {_named(self._plans, self.leaves, show)}, got {_named(saved, facts.leaves, show)}; give the "
+                "plan and leaves under which the file was saved"
             )
-        left, groups, plans = dict(tensors), [], list(self._plans.items())
+        left, groups, plans = dict(tensors), [], [*self._heads.items()]
         for number, group_facts in enumerate(facts.groups):
             held = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
             rows, gaps = checked_rows(held.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
-            (plan, heads), rules = plans[group_facts.plan], self._rules[group_facts.plan]
-            memory = _memory_class(plan).restored(rules, real_tokens(gaps, facts.length), group_facts.held, held)
+            rules, heads = plans[group_facts.plan]
+            tokens = real_tokens(gaps, facts.length)
+            memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, held)
             key = memory.template()[0]
             heads = heads if self._by_head else [*range(key.shape[1])]
             if key.shape[:2] != (len(rows), len(heads)):
@@ -271,13 +270,13 @@ class Stream:
     def _begin(self, kind: Kind) -> None:
         """Make empty memories for tokens of this kind."""
         rows, whole = torch.arange(kind.batch, device=kind.device), [*range(kind.heads)]
-        for number, (plan, heads) in enumerate(self._plans.items()):
+        for number, (rules, heads) in enumerate(self._heads.items()):
             heads = heads if self._by_head else whole
             key, value = (
                 torch.empty((kind.batch, len(heads), 0, dim), dtype=kind.dtype, device=kind.device)
                 for dim in (kind.dim, kind.value_dim)
             )
-            memory = _memory_class(plan).begin(self._rules[number], key, value)
+            memory = _memory_class(rules.plan).begin(rules, key, value)
             self._groups.append(Group(number, torch.tensor(heads, device=kind.device), rows, (), memory))
         self._kind = kind
 
@@ -317,10 +316,10 @@ class Stream:
         return output
 
 
-def _named(plans: Sequence[str], leaves: str | None) -> str:
+def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
     """The plan, or the plan of each key head, and the form of stored keys, in words."""
     held = f" with leaves={leaves!r}" if leaves else ""
-    return f"the plan {plans[0]}{held}" if len(plans) == 1 else f"the plans of key heads {', '.join(plans)}{held}"
+    return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{held}"
 
 
 def _memory_class(plan: object) -> type[Memory]:
@@ -332,9 +331,3 @@ def _token_kind(memory: Memory, batch: int, by_head: int) -> Kind:
     """The kind of the tokens in a memory."""
     key, value = memory.template()
     return Kind(batch, by_head or key.shape[1], key.shape[3], value.shape[3], memory.dtype, key.device)
-
-
-def _part(tokens: NewTokens, part: slice) -> NewTokens:
-    """The tokens of a slice."""
-    real = None if tokens.real is None else tokens.real[:, part]
-    return NewTokens(tokens.key[:, :, part], tokens.value[:, :, part], real, tokens.largest)
