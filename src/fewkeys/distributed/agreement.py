@@ -6,7 +6,7 @@ the same error, also where one rank's own arguments were refused before the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -69,7 +69,7 @@ def occupied(tensor: object) -> object:
     return tensor
 
 
-def check_tokens(tokens: list[int]) -> None:
+def check_tokens(tokens: Sequence[int]) -> None:
     """Raise `ValueError` where all shards are empty."""
     if not any(tokens):
         raise ValueError("key: expected at least one token on some rank, got none on any")

@@ -10,6 +10,7 @@ Each rank then attends as one process does: to its own keys, the neighbouring ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.edges import columns_of, edges_of, nothing
+from fewkeys.distributed.edges import columns_of, edges_of, no_output
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.selection import best
 from fewkeys.execute import dispatch
@@ -38,9 +39,9 @@ def lists(plan: Plan) -> Outliers | None:
     return outliers[0] if outliers else None
 
 
-def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs` is the result of `whole`, `keep` that of
-    `lists`; `tokens` is the number of keys on each rank.
+def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `keep`: the result of `lists`; `tokens`: the number of keys on
+    each rank; `inputs.whole` is the whole sequence.
 
     Each of R ranks sends (R - 1) B Hkv H S (D + Dv) numbers for H cohorts with lists of S keys, and
     (R - 1) B Hkv W (D + Dv + 1) for a window of W keys. No amount grows with the number of tokens.
@@ -61,10 +62,10 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     left, right = reach or (0, 0)
     rows = torch.cat([working(x.key), working(x.value)], -1)
     edges = edges_of(rows, tokens, left, right, comm)
-    heavy = gather(take(rows, index).flatten(1, 2), kept.counts, comm)
+    heavy = gather(take(rows, index).flatten(1, 2), kept.width, comm).movedim(0, 2).flatten(2, 3)
     near = torch.cat([edges[0], rows, edges[1]], 2)
     # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
-    first = sum(tokens[: comm.rank]) - edges[0].shape[2]
+    first = x.whole.first_key - edges[0].shape[2]
     base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
     index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
     if stand_ins is not None:
@@ -75,7 +76,8 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
         stand_ins = replace(stand_ins, label=pad(label, (0, right + heads[1] * heavy.shape[2])))
     # No collectives below this line.
     if not x.queries:
-        return nothing(x, [*edges, heavy], stand_ins)
+        s = stand_ins
+        return no_output(x, [*edges, heavy, *(() if s is None else (s.key, s.value, s.left, s.right))])
     far = heavy.unflatten(1, heads).flatten(2, 3)
     key, value = torch.cat([pad(near, (0, 0, 0, right)), far], 2).split([x.head_dim, x.value_dim], -1)
     position = torch.arange(key.shape[2], device=key.device)

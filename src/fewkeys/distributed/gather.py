@@ -14,16 +14,13 @@ from fewkeys.distributed.agreement import agree
 from fewkeys.distributed.communicator import Communicator
 
 
-def gather(rows: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
-    """The rows (B, H, n_r, F) of all ranks, (B, H, ranks x width, F), in working precision.
+def gather(rows: Tensor, width: int, comm: Communicator) -> Tensor:
+    """The rows (B, H, n_r, F) of all ranks r, (ranks, B, H, width, F), in working precision, zero from place n_r on.
 
-    counts (ranks, B, H): how many of each rank's rows count. Rank r's own come from place r x width on, width being the
-    largest count of a rank; the rest is zero.
+    `width`: the largest n_r, at least 1, the same on all ranks.
     """
-    width = max(1, int(counts.max()))
-    rows = pad(rows, (0, 0, 0, width - rows.shape[2]))
-    gathered: Tensor = _Gather.apply(rows, comm)  # type: ignore[no-untyped-call]
-    return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    gathered: Tensor = _Gather.apply(pad(rows, (0, 0, 0, width - rows.shape[2])), comm)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _Gather(torch.autograd.Function):

@@ -10,7 +10,7 @@ As in one process, codes are relative to the first block of all tokens, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
+from fewkeys.core.totals import row_maximum
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
@@ -40,39 +41,30 @@ def check_scan(plan: Plan) -> None:
         )
 
 
-def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries.
+def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs.whole` is the whole sequence.
 
-    `tokens`, `asked`: the number of keys and of queries on each rank. `wanted`: whether any rank needs gradients; then
-    every rank takes part in the backward pass. A rank sends its queries, `B Hq Nq D` numbers. For each query of all
+    `asked`: the number of queries on each rank. A rank sends its queries, `B Hq Nq D` numbers. For each query of all
     ranks it sends 8 bytes a chosen key, and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
     """
-    x = inputs
-    query, key, value = (_wanting(rows, wanted) for rows in (x.query, x.key, x.value))
-    every = _of_all(query, asked, comm)
-    nothing = key.detach()[:1, :1, :0].sum()
-    whole = Inputs(
-        every.detach(),
-        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.head_dim),
-        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.value_dim),
-        x.scale,
-        x.is_causal,
-    )
-    shard = _Shard(whole, working(key), working(value), sum(tokens[: comm.rank]), before_block(whole))
+    x, place = inputs, inputs.whole
+    gathered = gather(x.query, max(1, *asked), comm)
+    query = torch.cat([of_rank[:, :, :count] for of_rank, count in zip(gathered, asked, strict=True)], 2)
+    nothing = x.key.detach()[:1, :1, :0].sum()
+    key, value = (nothing.expand(x.batch, x.kv_heads, place.keys, dim) for dim in (x.head_dim, x.value_dim))
+    whole = Inputs(query.detach(), key, value, x.scale, x.is_causal)
+    local = slice(place.first_query, place.first_query + x.queries)
+    shard = _Shard(whole, working(x.key), working(x.value), place.first_key, local)
     with torch.no_grad():
         chosen, places = _choose(shard, plan.scanned, comm)
     means = None
     if isinstance(plan.rest, BlockMeans):
         means = plan.rest.of_totals(whole, shard.totals(comm), None)
-    first = sum(asked[: comm.rank])
-    local = slice(first, first + asked[comm.rank])
-    parts = [shard.scored(every, chosen, places, means, local, start) for start in range(0, whole.queries, BLOCK)]
-    # A rank without keys may have no scores.
-    tops = [pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True) for score, _ in parts]
-    top = comm.all_reduce(torch.cat(tops, 2), "max").split(BLOCK, 2)
+    parts = [shard.scored(query, chosen, places, means, start) for start in range(0, whole.queries, BLOCK)]
+    tops = torch.cat([row_maximum(score.detach()) for score, _ in parts], 2)
     mixed = []
-    for (score, values), highest in zip(parts, top, strict=True):
-        weight = (score - highest).exp()
+    for (score, values), top in zip(parts, comm.all_reduce(tops, "max").split(BLOCK, 2), strict=True):
+        weight = (score - top).exp()
         mixed.append(torch.cat([shard.mix(weight, values), weight.sum(-1, keepdim=True)], -1))
     joined = OverRanks(comm).sum(torch.cat(mixed, 2))[:, :, local]
     return (joined[..., :-1] / positive(joined[..., -1:])).to(x.query.dtype)
@@ -80,15 +72,13 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """This rank's keys and values. `first`: the place of its first key in the whole sequence. `seen` (N,): the number
-    of keys that each query of the sequence chooses from.
-    """
+    """This rank's keys and values. `first`: the place of its first key in the whole sequence; `local`: its queries."""
 
     whole: Inputs
     key: Tensor
     value: Tensor
     first: int
-    seen: Tensor
+    local: slice
 
     @property
     def keys(self) -> int:
@@ -102,21 +92,21 @@ class _Shard:
         return pad(OverRanks(comm).sum(zeros.index_add(2, block, rows)).cumsum(2), (0, 0, 1, 0))
 
     def scored(
-        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, local: slice, start: int
+        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The scores (B, Hq, M, keys) of the block of queries from `start` on, and the values they weigh: those of the
-        queries' own block, of chosen keys and of means. A score is -inf where this rank does not attend. `local`: the
-        range of this rank's queries.
+        queries' own block, of chosen keys and of means. A score is -inf where this rank does not attend.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)
         rows = (query[:, :, start:stop] * x.scale).unflatten(1, (x.kv_heads, -1))
-        near = slice(*(min(max(0, place - self.first), self.keys) for place in self._own_block(start, stop)))
+        own = (start, stop) if x.is_causal else (0, 0)  # the places of the keys that queries see without choosing
+        near = slice(*(min(max(0, edge - self.first), self.keys) for edge in own))
         place, asking = (torch.arange(n, device=rows.device) for n in (self.keys, stop))
         late = place[near] + self.first > asking[start:, None]
         far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
-        keys, values = (take(part, far.clamp_min(0)) for part in (self._filled(self.key), self._filled(self.value)))
-        keys, values = (part.unflatten(2, (-1, stop - start)) for part in (keys, values))
+        at_least_one = (part if self.keys else pad(part, (0, 0, 0, 1)) for part in (self.key, self.value))
+        keys, values = (take(part, far.clamp_min(0)).unflatten(2, (-1, stop - start)) for part in at_least_one)
         columns = [
             (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
             (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far.view(keys.shape[:-1]) < 0, -torch.inf),
@@ -128,7 +118,7 @@ class _Shard:
             at = (torch.searchsorted(means.edges[step], kept.clamp_min(0), right=True) - 1).clamp_max(means.count - 1)
             size = means.size[:, None, None, None, step].expand(*kept.shape[:-1], -1)
             left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
-            elsewhere = (asking[start:] < local.start) | (asking[start:] >= local.stop)
+            elsewhere = (asking[start:] < self.local.start) | (asking[start:] >= self.local.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
             columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
             held = (*held, means.value[:, :, None, step])
@@ -137,31 +127,12 @@ class _Shard:
     def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
         """Values (B, Hq, M, Dv) under weights of what `scored` gave."""
         weight = weight.unflatten(1, (self.whole.kv_heads, -1))
-        near, far, *rest = weight.split([part.shape[-2] for part in values], -1)
+        near, far, *means = weight.split([part.shape[-2] for part in values], -1)
         mixed = near @ values[0] + (far.unsqueeze(-2) @ values[1]).squeeze(-2)
-        for part, means in zip(rest, values[2:], strict=True):
-            mixed = mixed + part @ means
+        if means:
+            mixed = mixed + means[0] @ values[2]
         by_head: Tensor = mixed.flatten(1, 2)
         return by_head
-
-    def _own_block(self, start: int, stop: int) -> tuple[int, int]:
-        """The places of the keys that queries start .. stop - 1 see without choosing."""
-        return (start, min(stop, self.whole.keys)) if self.whole.is_causal else (0, 0)
-
-    def _filled(self, rows: Tensor) -> Tensor:
-        """Rows of this rank, at least one."""
-        return rows if self.keys else pad(rows, (0, 0, 0, 1))
-
-
-def _wanting(rows: Tensor, wanted: bool) -> Tensor:
-    return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
-
-
-def _of_all(rows: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-    """The rows (B, H, n_r, F) of all ranks, (B, H, sum of n_r, F), in working precision."""
-    each = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
-    gathered = gather(rows, each, comm).unflatten(2, (comm.size, -1))
-    return torch.cat([gathered[:, :, rank, :count] for rank, count in enumerate(counts)], 2)
 
 
 def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -184,11 +155,11 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
 
 def _best(shard: _Shard, level: Tensor, sigma: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The places among this rank's keys and the scores of the best, for some queries after the others."""
-    query, x = rounded(shard.whole.query, shard.whole.scale), shard.whole
-    place = torch.arange(shard.keys, device=query.device)
+    x, seen = shard.whole, before_block(shard.whole)
+    query, place = rounded(x.query, x.scale), torch.arange(shard.keys, device=x.query.device)
     for start in range(0, x.queries, BLOCK):
         part = slice(start, start + BLOCK)
-        hidden = place + shard.first >= shard.seen[part, None]
+        hidden = place + shard.first >= seen[part, None]
         score = scores(query[:, :, part], level, sigma).masked_fill(hidden, NONE)
         index = largest(score, min(count, shard.keys))
         yield index, score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE).to(index.dtype)
