@@ -48,40 +48,37 @@ def attention(
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys against those of all ranks and offers its best; all ranks cut the union to the
-    budget; the keys and values that are left, and no others, are gathered; local queries attend to them. A collective:
-    every rank of the group calls it, with the same arguments apart from the tensors.
+    budget; the keys and values that are left are gathered; local queries attend to them. A collective: every rank of
+    the group calls it, with the same arguments apart from the tensors.
 
     Args:
-        query: (B, Hq, Nq_local, D), this rank's queries; their number is its own affair and may be 0.
-        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards standing in rank order; N_local may
-            differ between ranks and be 0 on some. Hq is a multiple of Hkv.
+        query: (B, Hq, Nq_local, D), this rank's queries; ranks may have any number of them, also 0.
+        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
+            ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone. `RandomKeys` draws with seed 0, and for all tokens on every
-            rank. `Outliers` of cohorts, with `ClusterMeans` or without, and a `Window` beside it, or none. `KeyScan`,
-            causal or not, with `BlockMeans` or without: every rank scans its keys for the queries of all ranks, so what
-            it sends grows with their number.
-        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans` beside cohorts,
-            `BlockMeans` beside `KeyScan`.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone; `RandomKeys` draws with seed 0, and for all tokens on every
+            rank. Or `Outliers` of cohorts, with or without a `Window` beside it. Or `KeyScan`, causal or not: every
+            rank scans its keys for the queries of all ranks, so what it sends grows with their number.
+        rest: `Drop()`, the default; or `ClusterMeans` beside cohorts, or `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks, under `KeyScan` alone. Every rank has as many queries
             as keys.
-        group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
-            default group.
+        group: as in `leverage_scores`.
 
     Returns:
         (B, Hq, Nq_local, Dv) in the input's dtype. The same keys are kept as in one process, unless scores at the cut
-        lie within rounding of each other (`fewkeys.distributed.leverage_scores` says how much that is); then outputs
-        differ by the rounding of sums in another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of
-        absolute terms of a score, u the unit of the precision, float32 or better.
+        lie within rounding of each other (see `leverage_scores`); then outputs differ by the rounding of sums in
+        another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit
+        of the precision, float32 or better.
 
-        Gradients flow to the queries here and to the kept keys and values on the ranks that own them, equal to those
-        of one process on the sum of all ranks' losses up to rounding. So the backward pass is a collective too: all
-        ranks run it, in the same order, or none does.
+        Gradients flow to the queries here and to the kept keys and values on the ranks that own them: those of one
+        process on the sum of all ranks' losses. So the backward pass is a collective too: all ranks run it, in the same
+        order, or none does.
 
-        Bytes sent by a rank of R, with n tokens in all and `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`,
-        `(R - 1) 8 B Hkv c` for the scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about
-        `1 / R` of that where heavy keys are spread evenly; backward `2 (R - 1)` such numbers in float32 or better.
-        Nothing of this grows with n. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
+        Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
+        scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
+        keys are spread evenly; backward `2 (R - 1)` such numbers in float32 or better. Nothing of this grows with the
+        number of tokens. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
         TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ; a
