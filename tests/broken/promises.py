@@ -104,8 +104,8 @@ PROMISES = (
     Breakage(
         "in any order or refused: what moved counts as there",
         "memory/constant.py",
-        "if count >= self.state.moved or any(",
-        "if count > self.state.moved - self.parts.unit or any(",
+        "return self.before[0].moved if self.before else self.state.moved",
+        "return max(0, self.state.moved - self.parts.unit)",
         (Law("parts/test_streams", "cropping"),),
     ),
     Breakage(
@@ -307,8 +307,8 @@ PROMISES = (
     Breakage(
         "past: who is joined keeps its own mass",
         "past/summary.py",
-        "mass + total.log() - metric",
-        "mass - metric",
+        "mass + total.log() - log_weight",
+        "mass - log_weight",
         (Law("parts/test_running_means", "absorbing or halfway"),),
     ),
     Breakage(

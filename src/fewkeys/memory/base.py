@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, Self, get_args
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import FLOATS
+from fewkeys.memory.checks import Kind
 from fewkeys.plan import Plan
 
 LeafType = Literal["model", "int8"]
@@ -37,18 +37,27 @@ class Rules:
 class SavedFacts:
     """What a file holds of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
 
-    dtype: str
+    dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
     moved: int = 0
+
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
 
 
 class Memory(Protocol):
-    """The memory of sequences that have the same padding. Its tensors are `Fields`, and its tokens have type `dtype`.
+    """The memory of sequences that have the same padding: a class of `Fields`.
 
     Every change returns a new memory. The old one may share tensors with it, so it must not be used again.
     """
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def kind(self) -> Kind:
+        """The kind of its tokens."""
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of tokens that `crop` can leave."""
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -72,17 +81,11 @@ class Memory(Protocol):
         of their queries (B, Hq, N, D), if there are any. `is_large`: the squares of their entries may overflow.
         """
 
-    def refusal(self, count: int) -> str | None:
-        """The reason why `crop(count)` is impossible; None where it is possible."""
-
     def crop(self, count: int) -> Self:
         """The memory of the first `count` tokens."""
 
     def merge(self, other: Self) -> Self:
         """The memory of these tokens and then those of `other`, which has the same plan."""
-
-    def template(self) -> tuple[Tensor, Tensor]:
-        """Stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv), for their shapes and device."""
 
     def facts(self) -> dict[str, Any]:
         """The fields of `SavedFacts`."""
@@ -92,14 +95,6 @@ class Memory(Protocol):
     def select(self, index: Tensor) -> Self: ...
 
     def bytes(self) -> int: ...
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """The floating dtype of this name in a file; `ValueError` for any other."""
-    kinds = {str(dtype): dtype for dtype in FLOATS}
-    if name not in kinds:
-        raise ValueError(f"expected a dtype of floating-point numbers, got {name}")
-    return kinds[name]
 
 
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,12 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @staticmethod
+    def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
+        """The kind of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        batch, heads, _, dim = key.shape
+        return Kind(batch, heads, dim, value.shape[3], dtype, key.device)
+
 
 class NewTokens(NamedTuple):
     """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), `real` (B, N), False for padding (None: all are
@@ -35,8 +41,7 @@ class NewTokens(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        batch, heads, _, dim = self.key.shape
-        return Kind(batch, heads, dim, self.value.shape[3], self.key.dtype, self.key.device)
+        return Kind.of(self.key, self.value, self.key.dtype)
 
     def select(self, sequences: Tensor | slice, tokens: slice) -> NewTokens:
         """Some sequences of the batch and some of their tokens."""

@@ -22,14 +22,15 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.fields import DERIVED, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.validation import largest_entries
 from fewkeys.cost.decoding import exact_length
 from fewkeys.execute import dispatch, exact, native
 from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
-from fewkeys.memory.base import Rules, SavedFacts, named_dtype
+from fewkeys.memory.base import Rules, SavedFacts
+from fewkeys.memory.checks import Kind
 from fewkeys.memory.rows import HeldRows
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
@@ -79,8 +80,12 @@ class Coded(Fields):
         return Coded(rules, rows, later, packed, sigma, sums)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
+    def kind(self) -> Kind:
+        return Kind.of(self.rows.key.held, self.rows.value.held, self.rows.dtype)
+
+    @property
+    def fewest(self) -> int:
+        return 0
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         total = self.rows.count + key.shape[2]
@@ -113,9 +118,6 @@ class Coded(Fields):
     def select(self, index: Tensor) -> Coded:
         return replace(super().select(index), step=None)
 
-    def refusal(self, count: int) -> str | None:
-        return None
-
     def crop(self, count: int) -> Coded:
         for buffer in self.rows.buffers:
             buffer.count = count
@@ -129,22 +131,19 @@ class Coded(Fields):
         memory.rows.join(other.rows)
         return memory
 
-    def template(self) -> tuple[Tensor, Tensor]:
-        return self.rows.key.rows, self.rows.value.rows
-
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.dtype)}
+        return {"dtype": str(self.rows.dtype)}
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
-        rows = HeldRows.checked(tensors, named_dtype(facts.dtype), "rows.")
+        rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
         if rows.scale is not None and rules.leaves != "int8":
             raise ValueError("expected keys as they came, got some in int8")
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
         key, value = rows.read(0, count)
         sizes = (0.0, *largest_entries(key, value))
-        large = needs_rescaling(sizes, 1.0, key.shape[3], working(key[:0]).dtype)
+        large = needs_rescaling(sizes, 1.0, key.shape[3], working_dtype(key.dtype))
         memory = replace(Coded.begin(rules, key.to(rows.dtype), value.to(rows.dtype)), is_large=large)
         memory = memory._converted() if rows.scale is not None else memory
         memory.rows.join(rows)

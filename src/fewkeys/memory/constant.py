@@ -22,7 +22,8 @@ from fewkeys.core.fields import DERIVED, Fields
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax
 from fewkeys.memory.attend import attend
-from fewkeys.memory.base import Rules, SavedFacts, named_dtype, named_rows
+from fewkeys.memory.base import Rules, SavedFacts, named_rows
+from fewkeys.memory.checks import Kind
 from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.state import State
 from fewkeys.plan import Plan
@@ -53,6 +54,14 @@ class Constant(Fields):
         parts = parts_of(rules.plan)
         return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
 
+    @property
+    def kind(self) -> Kind:
+        return Kind.of(self.state.near.key, self.state.near.value, self.dtype)
+
+    @property
+    def fewest(self) -> int:
+        return self.before[0].moved if self.before else self.state.moved
+
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """This memory does not grow."""
 
@@ -76,14 +85,6 @@ class Constant(Fields):
             memory, done = replace(memory, state=state), stop
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
-    def refusal(self, count: int) -> str | None:
-        if count >= self.state.moved or any(before.moved <= count for before in self.before):
-            return None
-        return (
-            f"expected at least {self.state.moved} tokens to stay: what came before is summarised by units of "
-            f"{self.parts.unit} positions and cannot be undone"
-        )
-
     def crop(self, count: int) -> Constant:
         state, before = self.state, [*self.before]
         while count < state.moved:
@@ -96,15 +97,12 @@ class Constant(Fields):
             "fixed size cannot be joined; append the tokens themselves"
         )
 
-    def template(self) -> tuple[Tensor, Tensor]:
-        return self.state.near.key, self.state.near.value
-
     def facts(self) -> dict[str, Any]:
         return {"moved": self.state.moved, "dtype": str(self.dtype)}
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Constant:
-        dtype, (key, value) = named_dtype(facts.dtype), named_rows(tensors, "state.near.")
+        dtype, (key, value) = facts.torch_dtype(), named_rows(tensors, "state.near.")
         if key.dtype not in (dtype, torch.float64):
             raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")
         empty = Constant.begin(rules, key, value)

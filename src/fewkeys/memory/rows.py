@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fewkeys.core.buffer import Buffer
 from fewkeys.core.fields import Fields
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.memory.base import LeafType, named_rows
 
@@ -31,14 +31,12 @@ class HeldRows(Fields):
     dtype: torch.dtype
     key: Buffer
     value: Buffer
-    scale: Buffer | None
+    scale: Buffer | None = None
 
     @staticmethod
     def empty(leaves: LeafType, key: Tensor, value: Tensor) -> HeldRows:
         """No tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
-        rows = _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")
-        buffers = [None if part is None else Buffer(part) for part in rows]
-        return HeldRows(key.dtype, *buffers)  # type: ignore[arg-type]
+        return HeldRows(key.dtype, *map(Buffer, _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")))
 
     @property
     def count(self) -> int:
@@ -55,11 +53,8 @@ class HeldRows(Fields):
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
-        key, value, scale = _stored(key, value, self.scale is not None)
-        self.key.append(key)
-        self.value.append(value)
-        if self.scale is not None and scale is not None:
-            self.scale.append(scale)
+        for buffer, rows in zip(self.buffers, _stored(key, value, self.scale is not None), strict=True):
+            buffer.append(rows)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The keys and values of some tokens; those in int8 are converted to working precision."""
@@ -67,8 +62,8 @@ class HeldRows(Fields):
         key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
         if self.scale is None:
             return key, value
-        kind, scale = working(torch.empty(0, dtype=self.dtype)).dtype, self.scale.rows[:, :, part]
-        return key.to(kind) * scale[..., :1], value.to(kind) * scale[..., 1:]
+        dtype, scale = working_dtype(self.dtype), self.scale.rows[:, :, part]
+        return key.to(dtype) * scale[..., :1], value.to(dtype) * scale[..., 1:]
 
     def join(self, other: HeldRows) -> None:
         """Append the tokens of `other`."""
@@ -88,14 +83,14 @@ class HeldRows(Fields):
             forms = {name: form._replace(dtype=torch.int8, least=-LARGEST) for name, form in forms.items()}
             forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
         check(tensors, forms)
-        buffers = (None if rows is None else Buffer(rows, key.shape[2]) for rows in (key, value, scale))
-        return HeldRows(dtype, *buffers)  # type: ignore[arg-type]
+        stored = (key, value) if scale is None else (key, value, scale)
+        return HeldRows(dtype, *(Buffer(rows, key.shape[2]) for rows in stored))
 
 
-def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values in the form in which they are stored, and their scales."""
+def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:
+    """Keys and values in the form in which they are stored, and in int8 their scales."""
     if not in_int8:
-        return key, value, None
+        return key, value
     (key, of_key), (value, of_value) = _rounded(key), _rounded(value)
     return key, value, torch.cat([of_key, of_value], -1)
 

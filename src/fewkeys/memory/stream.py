@@ -98,26 +98,20 @@ class Stream:
         return self._processed + (0 if self._pending is None else self._pending.key.shape[2])
 
     @property
-    def _latest_kind(self) -> Kind | None:
-        return self._kind if self._pending is None else self._pending.kind
-
-    @property
     def batch(self) -> int | None:
         """Sequences in the batch; None before the first token."""
-        kind = self._latest_kind
-        return None if kind is None else kind.batch
+        return None if self._kind is None else self._kind.batch
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
 
         Tokens of an earlier `append` that no `attend` followed are added without queries.
         """
-        tokens = check_tokens(key, value, key_mask, self._latest_kind)
-        heads = tokens.kind.heads
-        if self._by_head not in (0, heads):
-            raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {self._by_head}")
+        tokens = check_tokens(key, value, key_mask, self._kind)
+        if self._by_head not in (0, tokens.kind.heads):
+            raise ValueError(f"plan: expected one plan for each of {tokens.kind.heads} key heads, got {self._by_head}")
         self._flush_pending()
-        self._pending = tokens
+        self._pending, self._kind = tokens, tokens.kind
 
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
@@ -135,13 +129,13 @@ class Stream:
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
-        if self._pending is not None:
-            self._pending = self._pending.select(index, slice(None))
         if self._kind is None:
             return
-        index = index.to(self._groups[0].rows.device)
+        index = index.to(self._kind.device)
         if torch.equal(index, torch.arange(self._kind.batch, device=index.device)):  # beam search often keeps the order
             return
+        if self._pending is not None:
+            self._pending = self._pending.select(index, slice(None))
         groups = (group.select(index) for group in self._groups)
         self._groups = [group for group in groups if group is not None]
         self._kind = self._kind._replace(batch=len(index))
@@ -163,10 +157,10 @@ class Stream:
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
         for group in self._groups:
-            if (reason := group.memory.refusal(group.count(length))) is not None:
+            if group.count(length) < group.memory.fewest:
                 raise ValueError(
-                    f"length: {reason}; got {length} after {self.length}. Save the stream before tokens that may be "
-                    "taken back"
+                    f"length: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
+                    f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
                 )
 
     @full_precision()
@@ -246,16 +240,17 @@ class Stream:
             rules, heads = plans[group_facts.plan]
             tokens = real_tokens(gaps, facts.length)
             memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, held)
-            key = memory.template()[0]
-            heads = heads if self._by_head else [*range(key.shape[1])]
-            if key.shape[:2] != (len(rows), len(heads)):
-                raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {[*key.shape[:2]]}")
+            kind = memory.kind
+            heads = heads if self._by_head else [*range(kind.heads)]
+            if (kind.batch, kind.heads) != (len(rows), len(heads)):
+                raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {kind.batch, kind.heads}")
             groups.append(Group(group_facts.plan, torch.tensor(heads, device=rows.device), rows, gaps, memory))
         batch = len({row for group in groups for row in group.rows.tolist()})
         places = sorted((group.plan, row) for group in groups for row in group.rows.tolist())
         if left or places != [(plan, row) for plan in range(len(plans) if groups else 0) for row in range(batch)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
-        kinds = {_token_kind(group.memory, batch, self._by_head) for group in groups}
+        all_kinds = (group.memory.kind for group in groups)
+        kinds = {kind._replace(batch=batch, heads=self._by_head or kind.heads) for kind in all_kinds}
         if len(kinds) > 1 or (facts.length and not kinds):  # a stream that was cropped to nothing has none
             raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
         self._groups, self._processed, self._kind = groups, facts.length, next(iter(kinds), None)
@@ -284,7 +279,7 @@ class Stream:
     @torch.no_grad()
     def _extend(self, query: Tensor | None, largest: float, new: NewTokens) -> Tensor | None:
         """Add tokens to all memories. Returns the outputs of their queries, if there are any."""
-        if self._kind is None:
+        if not self._groups:
             self._begin(new.kind)
         key, value, real, (of_key, of_value) = new
         scale = key.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -325,9 +320,3 @@ def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str
 def _memory_class(plan: object) -> type[Memory]:
     """The class of memory for a plan."""
     return cast("type[Memory]", Coded if isinstance(plan, Plan) and plan.scanned else Constant)
-
-
-def _token_kind(memory: Memory, batch: int, by_head: int) -> Kind:
-    """The kind of the tokens in a memory."""
-    key, value = memory.template()
-    return Kind(batch, by_head or key.shape[1], key.shape[3], value.shape[3], memory.dtype, key.device)
