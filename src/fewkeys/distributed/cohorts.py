@@ -23,8 +23,8 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.edges import columns_of, edges_of, no_output
-from fewkeys.distributed.gather import gather
 from fewkeys.distributed.selection import best
+from fewkeys.distributed.totals import gather
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan

@@ -12,8 +12,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.gather import gather
 from fewkeys.distributed.selection import KeptKeys
+from fewkeys.distributed.totals import gather
 
 
 def edges_of(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:

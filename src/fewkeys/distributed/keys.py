@@ -7,60 +7,21 @@ and a few numbers per head for every step of the Lewis weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_real
 from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
 from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.gram import gram64, score_rows, whitener
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup
-
-
-class OverRanks(Totals):
-    """Totals over the keys of all ranks; each method is a collective. Gradients flow through sums."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def sum(self, part: Tensor) -> Tensor:
-        total: Tensor = _Sum.apply(part, self.comm)  # type: ignore[no-untyped-call]
-        return total
-
-    def max(self, part: Tensor) -> Tensor:
-        return self.comm.all_reduce(part, "max")
-
-    def logsumexp(self, part: Tensor) -> Tensor:
-        return torch.stack(self.comm.all_gather(part)).logsumexp(0)
-
-    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        parts = torch.stack(self.comm.all_gather(part))
-        return parts[: self.comm.rank].sum(0), parts.sum(0)
-
-    def rows(self, part: Tensor) -> Tensor:
-        return torch.cat(self.comm.all_gather_rows(part.movedim(2, 0))).movedim(0, 2)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks. Every rank's loss depends on it: so gradients are summed over ranks, too."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(gradient), None
 
 
 def leverage_scores(

@@ -10,7 +10,7 @@ As in one process, codes are relative to the first block of all tokens, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,7 @@ from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.gather import gather
-from fewkeys.distributed.keys import OverRanks
+from fewkeys.distributed.totals import OverRanks, gather
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans, Drop
 from fewkeys.rest.base import RangeStandIns
@@ -104,12 +103,12 @@ class _Shard:
         near = slice(*(min(max(0, edge - self.first), self.keys) for edge in own))
         place, asking = (torch.arange(n, device=rows.device) for n in (self.keys, stop))
         late = place[near] + self.first > asking[start:, None]
-        far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
+        far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1))
         at_least_one = (part if self.keys else pad(part, (0, 0, 0, 1)) for part in (self.key, self.value))
-        keys, values = (take(part, far.clamp_min(0)).unflatten(2, (-1, stop - start)) for part in at_least_one)
+        keys, values = (take(part, far.clamp_min(0)) for part in at_least_one)
         columns = [
             (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
-            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far.view(keys.shape[:-1]) < 0, -torch.inf),
+            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
         ]
         held: tuple[Tensor, ...] = (self.value[:, :, None, near], values)
         if means is not None:
@@ -139,10 +138,19 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     """The keys that queries choose of this rank's, (B, Hq, N, K), and of all ranks', as places in the whole sequence;
     -1 for none.
     """
+    x, seen = shard.whole, before_block(shard.whole)
     head = shard.key[:, :, : max(0, BLOCK - shard.first)].movedim(2, 0)
     codes = encode(shard.key, Frame.of(torch.cat(comm.all_gather_rows(head)).movedim(0, 2)))
     level, sigma = codes.levels()[:, :, : shard.keys], codes.sigma[:, :, : shard.keys]
-    index, score = (torch.cat(part, 2) for part in zip(*_best(shard, level, sigma, count), strict=True))
+    query, place = rounded(x.query, x.scale), torch.arange(shard.keys, device=x.query.device) + shard.first
+    chosen = []
+    for start in range(0, x.queries, BLOCK):
+        part = slice(start, start + BLOCK)
+        score = scores(query[:, :, part], level, sigma).masked_fill(place >= seen[part, None], NONE)
+        index = largest(score, min(count, shard.keys))
+        score = score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE)
+        chosen.append((index, score.to(index.dtype)))
+    index, score = (torch.cat(parts, 2) for parts in zip(*chosen, strict=True))
     offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
     of_all = torch.cat(offered).movedim(0, 3)
     # Stable, and candidates stand by their places: of equal scores the first.
@@ -151,15 +159,3 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     before = sum(len(part) for part in offered[: comm.rank])
     is_local = kept[..., before : before + index.shape[-1]]
     return index.masked_fill(~is_local, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
-
-
-def _best(shard: _Shard, level: Tensor, sigma: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The places among this rank's keys and the scores of the best, for some queries after the others."""
-    x, seen = shard.whole, before_block(shard.whole)
-    query, place = rounded(x.query, x.scale), torch.arange(shard.keys, device=x.query.device)
-    for start in range(0, x.queries, BLOCK):
-        part = slice(start, start + BLOCK)
-        hidden = place + shard.first >= seen[part, None]
-        score = scores(query[:, :, part], level, sigma).masked_fill(hidden, NONE)
-        index = largest(score, min(count, shard.keys))
-        yield index, score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE).to(index.dtype)

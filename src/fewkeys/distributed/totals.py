@@ -1,4 +1,4 @@
-"""Rows of all ranks, and their gradients back."""
+"""Sums and rows of all ranks, and their gradients back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from fewkeys.core.precision import working
+from fewkeys.core.totals import Totals
 from fewkeys.distributed.agreement import agree
 from fewkeys.distributed.communicator import Communicator
 
@@ -37,3 +38,41 @@ class _Gather(torch.autograd.Function):
         agree(ctx.comm, "backward of attention", {"gradient": [*gradient.shape, str(gradient.dtype)]})
         # An all-reduce and not a reduce-scatter, which would need half the bytes: gloo makes the one of the other.
         return ctx.comm.all_reduce(gradient)[ctx.comm.rank].to(ctx.dtype), None
+
+
+class OverRanks(Totals):
+    """Totals over the keys of all ranks; each method is a collective. Gradients flow through sums."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def sum(self, part: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply(part, self.comm)  # type: ignore[no-untyped-call]
+        return total
+
+    def max(self, part: Tensor) -> Tensor:
+        return self.comm.all_reduce(part, "max")
+
+    def logsumexp(self, part: Tensor) -> Tensor:
+        return torch.stack(self.comm.all_gather(part)).logsumexp(0)
+
+    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        parts = torch.stack(self.comm.all_gather(part))
+        return parts[: self.comm.rank].sum(0), parts.sum(0)
+
+    def rows(self, part: Tensor) -> Tensor:
+        return torch.cat(self.comm.all_gather_rows(part.movedim(2, 0))).movedim(0, 2)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Every rank's loss depends on it: so gradients are summed over ranks, too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.comm.all_reduce(gradient), None
