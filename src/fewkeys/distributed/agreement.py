@@ -56,7 +56,7 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
 
 
 def check_shard(comm: Communicator, key: Tensor) -> Tensor:
-    """This rank's keys in working precision, without gradient, after the checks; their token axis may be empty."""
+    """This rank's checked keys, of which there may be none, in working precision and without gradient."""
     checked = check_tensor("key", occupied(key))
     comm.check_device("key", checked)
     check_finite(key=checked)

@@ -52,17 +52,17 @@ def attention(
     the group calls it, with the same arguments apart from the tensors.
 
     Args:
-        query: (B, Hq, Nq_local, D), this rank's queries; ranks may have any number of them, also 0.
+        query: (B, Hq, Nq_local, D), this rank's queries, any number of them, also 0.
         key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
             ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone; `RandomKeys` draws with seed 0, and for all tokens on every
-            rank. Or `Outliers` of cohorts, with or without a `Window` beside it. Or `KeyScan`, causal or not: every
-            rank scans its keys for the queries of all ranks, so what it sends grows with their number.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone; `RandomKeys` draws with seed 0, for all tokens on every rank.
+            Or `Outliers` of cohorts, with or without a `Window`. Or `KeyScan`: every rank scans its keys for the
+            queries of all ranks, so what it sends grows with their number.
         rest: `Drop()`, the default; or `ClusterMeans` beside cohorts, or `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
-        is_causal: a query sees the tokens before it on all ranks, under `KeyScan` alone. Every rank has as many queries
-            as keys.
+        is_causal: a query sees the tokens before it on all ranks; for `KeyScan` alone, with as many queries as keys on
+            every rank.
         group: as in `leverage_scores`.
 
     Returns:
@@ -72,18 +72,18 @@ def attention(
         of the precision, float32 or better.
 
         Gradients flow to the queries here and to the kept keys and values on the ranks that own them: those of one
-        process on the sum of all ranks' losses. So the backward pass is a collective too: all ranks run it, in the same
+        process on the sum of all ranks' losses. The backward pass is a collective too: all ranks run it, in the same
         order, or none does.
 
         Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
         scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
-        keys are spread evenly; backward `2 (R - 1)` such numbers in float32 or better. Nothing of this grows with the
-        number of tokens. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
+        keys are spread evenly; backward `2 (R - 1)` such numbers. None of this grows with the number of tokens. Cost
+        O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
         TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ; a
-            selector or rest that does not work over ranks yet.
-        RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
+            selector or rest that does not work over ranks.
+        RuntimeError: as `leverage_scores`.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
     """
@@ -148,7 +148,7 @@ def _rule(plan: Plan) -> Sharded:
 
 
 def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
-    """The checked problem of this rank; its queries, or its keys and values, may have no tokens."""
+    """The checked problem of this rank, which may have no queries or no keys."""
     both = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
     if both and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")

@@ -1,9 +1,9 @@
 """Lists and stand-ins of cohorts of queries, beside a window, over token shards.
 
-    cohorts          of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
-    kept keys        of each cohort, chosen in two rounds, then gathered
-    stand-ins        sums over ranks (`fewkeys.core.totals`)
-    window           the nearest keys of the neighbouring shards, with their clusters, gathered
+    cohorts     of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
+    kept keys   of each cohort, chosen in two rounds, then gathered
+    stand-ins   sums over ranks (`fewkeys.core.totals`)
+    window      the nearest keys of the neighbouring shards, with their clusters, gathered
 
 Each rank then attends as one process does: to its own keys, the neighbouring keys and the kept keys of all ranks.
 """
@@ -34,17 +34,15 @@ from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule that keeps a list for each cohort; None where the plan has no such rule."""
-    outliers = [part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1]
-    return outliers[0] if outliers else None
+    """The rule that keeps a list for each cohort, if the plan has one."""
+    return next((part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1), None)
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries. `keep`: the result of `lists`; `tokens`: the number of keys on
-    each rank; `inputs.whole` is the whole sequence.
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `keep`: the result of `lists`; `tokens`: keys on each rank.
 
     Each of R ranks sends (R - 1) B Hkv H S (D + Dv) numbers for H cohorts with lists of S keys, and
-    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys. No amount grows with the number of tokens.
+    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys, whatever the number of tokens.
     """
     x, reach = inputs, band(plan)
     with torch.no_grad():
@@ -60,29 +58,29 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
     left, right = reach or (0, 0)
-    rows = torch.cat([working(x.key), working(x.value)], -1)
-    edges = edges_of(rows, tokens, left, right, comm)
+    rows = own = torch.cat([working(x.key), working(x.value)], -1)
     heavy = gather(take(rows, index).flatten(1, 2), kept.width, comm).movedim(0, 2).flatten(2, 3)
-    near = torch.cat([edges[0], rows, edges[1]], 2)
+    if stand_ins is not None:
+        # Labels are small: every floating dtype holds them exactly.
+        own = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
+    before, after = edges_of(own, tokens, left, right, comm)
+    near = torch.cat([before, own, after], 2)
     # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
-    first = x.whole.first_key - edges[0].shape[2]
+    first = x.whole.first_key - before.shape[2]
     base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
     index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
     if stand_ins is not None:
-        # Labels are small: every floating dtype holds them exactly.
-        label = stand_ins.label.to(rows.dtype).unsqueeze(-1)
-        before, after = edges_of(label, tokens, left, right, comm)
-        label = torch.cat([before, label, after], 2).squeeze(-1).long()
+        near, label = near[..., :-1], near[..., -1].long()
         stand_ins = replace(stand_ins, label=pad(label, (0, right + heads[1] * heavy.shape[2])))
     # No collectives below this line.
     if not x.queries:
         s = stand_ins
-        return no_output(x, [*edges, heavy, *(() if s is None else (s.key, s.value, s.left, s.right))])
+        return no_output(x, [before, after, heavy, *(() if s is None else (s.key, s.value, s.left, s.right))])
     far = heavy.unflatten(1, heads).flatten(2, 3)
     key, value = torch.cat([pad(near, (0, 0, 0, right)), far], 2).split([x.head_dim, x.value_dim], -1)
     position = torch.arange(key.shape[2], device=key.device)
     real = ((position < near.shape[2]) | (position >= near.shape[2] + right)).expand(x.batch, -1)
-    local = Inputs(working(x.query), key, value, x.scale, offset=edges[0].shape[2], valid=real)
+    local = Inputs(working(x.query), key, value, x.scale, offset=before.shape[2], valid=real)
     columns = Columns(index.unflatten(1, heads), used.unflatten(1, heads), most, place)
     return dispatch.attend(Problem(local, Graph(local, reach, columns), stand_ins, plan.weights)).to(x.query.dtype)
 

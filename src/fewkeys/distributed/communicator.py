@@ -1,4 +1,4 @@
-"""What passes between ranks: collectives that end in bounded time, well or with a clear error, and their bytes."""
+"""Collectives that end in bounded time, well or with a clear error, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ TIMEOUT = 60.0
 """Seconds that a rank waits for the others by default."""
 
 GRACE = 1.0
-"""Seconds that a rank in which a collective failed waits for the others to say that it failed there too."""
+"""Seconds that a rank whose collective failed waits for the others to report the same."""
 
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
-
 
 _begun: Counter[str] = Counter()
 """Collectives that this process has begun, by the name of the group."""
@@ -125,7 +124,7 @@ class Communicator:
         return [part[:length] for part, length in zip(self.all_gather(padded), lengths, strict=True)]
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """All ranks' records, of JSON values, in rank order."""
+        """All ranks' records of JSON values, in rank order."""
         device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
         text = json.dumps(record).encode()
         # Spaces up to a round length: the digits of a token count must not show in the bytes sent.
@@ -136,8 +135,8 @@ class Communicator:
     def _run(self, launch: Callable[[], Work], what: str) -> None:
         """Start a collective and wait for it, for at most the timeout.
 
-        The operation has the same timeout: otherwise it would go on in the background, and with gloo the process could
-        not exit for half an hour. The wait needs one because with nccl the GPU would wait instead.
+        The operation has the same timeout, or it would go on in the background, and with gloo the process could not
+        exit for half an hour. The wait needs one, because with nccl only the GPU would wait.
         """
         start, reason = time.monotonic(), ""
         self._tell()

@@ -1,8 +1,8 @@
 """Statistics of keys whose token axis is split over ranks.
 
 A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends D x D
-numbers, however many keys there are (LevAttention, arXiv 2410.05462, distributed setting); for `|s|^p` a D x D matrix
-and a few numbers per head for every step of the Lewis weights.
+numbers, however many keys there are; for `|s|^p` a D x D matrix and a few numbers per head for every step of the Lewis
+weights.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def leverage_scores(
             default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores of power 2 differ
-        from those of one process by a few `D u kappa^2` in relation, u = 1e-16, kappa the condition number of the keys
-        with columns of equal norm. (One process computes well-conditioned float32 keys in float32, which differs by up
-        to a few `D 6e-8 kappa^2`.) Lewis weights magnify the difference by at most `2 / p` for p <= 2 and `p / 2` for
-        p > 2. Tensor powers differ by 1e-6 at most: their bound counts only where its own rounding is below that.
+        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Relative to those of one
+        process, scores of power 2 differ by a few `D u kappa^2`, u = 1e-16, kappa the condition number of the keys with
+        columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few `D 6e-8 kappa^2`.)
+        Lewis weights magnify the difference by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers differ
+        by at most 1e-6: their bound counts only where its own rounding is below that.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
         `8 B H D^2` bytes for power 2 (one with a ridge), one more per step for Lewis weights, `8 B H m^2` for m

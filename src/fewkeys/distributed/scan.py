@@ -32,7 +32,7 @@ from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, s
 
 
 def check_scan(plan: Plan) -> None:
-    """Raise `ValueError` for a plan that has parts besides `KeyScan` that do not work over ranks."""
+    """Raise `ValueError` for a plan whose other parts do not work over ranks."""
     if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
         raise ValueError(
             "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
@@ -41,10 +41,10 @@ def check_scan(plan: Plan) -> None:
 
 
 def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs.whole` is the whole sequence.
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `asked`: the number of queries on each rank.
 
-    `asked`: the number of queries on each rank. A rank sends its queries, `B Hq Nq D` numbers. For each query of all
-    ranks it sends 8 bytes a chosen key, and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
+    A rank sends its queries, `B Hq Nq D` numbers. For each query of all ranks it sends 8 bytes a chosen key, and `2 Dv`
+    numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
     """
     x, place = inputs, inputs.whole
     gathered = gather(x.query, max(1, *asked), comm)
@@ -93,8 +93,8 @@ class _Shard:
     def scored(
         self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The scores (B, Hq, M, keys) of the block of queries from `start` on, and the values they weigh: those of the
-        queries' own block, of chosen keys and of means. A score is -inf where this rank does not attend.
+        """The scores (B, Hq, M, keys) of the block of queries from `start` on, -inf for keys that this rank does not
+        answer for, and the values: of the queries' own block, of chosen keys and of means.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)
@@ -124,7 +124,7 @@ class _Shard:
         return torch.cat(columns, -1).flatten(1, 2), held
 
     def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
-        """Values (B, Hq, M, Dv) under weights of what `scored` gave."""
+        """The sums (B, Hq, M, Dv) of the values of `scored` under weights (B, Hq, M, keys)."""
         weight = weight.unflatten(1, (self.whole.kv_heads, -1))
         near, far, *means = weight.split([part.shape[-2] for part in values], -1)
         mixed = near @ values[0] + (far.unsqueeze(-2) @ values[1]).squeeze(-2)
@@ -135,8 +135,8 @@ class _Shard:
 
 
 def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The keys that queries choose of this rank's, (B, Hq, N, K), and of all ranks', as places in the whole sequence;
-    -1 for none.
+    """The keys of this rank that queries choose, (B, Hq, N, K), and those of all ranks, by their places in the whole
+    sequence; -1 for none.
     """
     x, seen = shard.whole, before_block(shard.whole)
     head = shard.key[:, :, : max(0, BLOCK - shard.first)].movedim(2, 0)

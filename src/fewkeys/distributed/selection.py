@@ -42,8 +42,7 @@ def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
 def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
     """The `count` keys of largest score (B, Hkv, N_local) of all ranks.
 
-    Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these. So keys and
-    values are sent of the winners alone, `count` per head over all ranks.
+    Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these.
     """
     local = score.topk(min(count, score.shape[-1]), -1).indices.sort(-1).values
     gathered = comm.all_gather_rows(score.gather(-1, local).movedim(-1, 0))

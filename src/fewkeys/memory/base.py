@@ -1,4 +1,4 @@
-"""The interface of a stream's memory, which every kind of memory has."""
+"""The interface of a stream's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LeafType = Literal["model", "int8"]
 
 
 def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
-    """Raise `ValueError` for an unknown form of keys and values, or one that no plan supports; None is always right."""
+    """Raise `ValueError` for an unknown form of keys and values, or one that no plan supports."""
     if leaves is not None and leaves not in get_args(LeafType):
         raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
     if leaves == "int8" and not any(plan.scanned for plan in plans):
@@ -35,7 +35,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """What a file holds of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
+    """What a file says of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
 
     dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
     moved: int = 0
@@ -48,7 +48,7 @@ class SavedFacts:
 class Memory(Protocol):
     """The memory of sequences that have the same padding: a class of `Fields`.
 
-    Every change returns a new memory. The old one may share tensors with it, so it must not be used again.
+    Every change returns a new memory. The old one, which may share tensors with it, must not be used again.
     """
 
     @property
@@ -78,7 +78,7 @@ class Memory(Protocol):
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Self, Tensor | None]:
         """The memory with N more tokens, keys (B, Hkv, N, D) and values (B, Hkv, N, Dv), and the outputs (B, Hq, N, Dv)
-        of their queries (B, Hq, N, D), if there are any. `is_large`: the squares of their entries may overflow.
+        of their queries (B, Hq, N, D), if any. `is_large`: squares of entries may overflow.
         """
 
     def crop(self, count: int) -> Self:
@@ -98,7 +98,7 @@ class Memory(Protocol):
 
 
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
-    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file, their shapes checked against each other."""
+    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file; `ValueError` unless they match each other."""
     key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
     if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
         raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")

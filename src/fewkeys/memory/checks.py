@@ -30,8 +30,8 @@ class Kind(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), `real` (B, N), False for padding (None: all are
-    real), and the largest magnitudes in both.
+    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which of them are `real` (B, N) (None: all), and the
+    largest magnitudes in both.
     """
 
     key: Tensor

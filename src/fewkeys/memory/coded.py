@@ -46,8 +46,8 @@ LEAST = 8
 class Coded(Fields):
     """The memory of `KeyScan` (`fewkeys.memory.base.Memory`).
 
-    A block is coded once, from the stored keys. codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums
-    (B, Hkv, 1 + blocks, D + Dv): the sums of all keys and values before each block, and of all complete blocks.
+    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): the sums of all
+    keys and values before each block, and of all complete blocks.
     """
 
     rules: Rules
@@ -190,7 +190,7 @@ class Coded(Fields):
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self.is_large)
 
     def _problem(self, query: Tensor, scale: float) -> Problem:
-        """The problem of the last tokens' queries (B, Hq, N, D), with the codes and sums of all blocks."""
+        """The problem of the last tokens' queries (B, Hq, N, D)."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma = self.codes.rows, self.sigma.rows
@@ -216,8 +216,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The prepared kernel call of the last token. It serves all tokens of its block of 32, which see the same codes,
-    sums and ranges, as long as the buffers in memory stay the same.
+    """The prepared kernel call of the last token. It serves all tokens of its block, which see the same codes, sums and
+    ranges, as long as the buffers stay the same.
     """
 
     shape: torch.Size

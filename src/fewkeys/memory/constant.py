@@ -2,9 +2,8 @@
 
     appended keys -> near (exact) -> sinks (exact) -> summary: means of everything else
 
-The size depends on the plan alone, not on the length. From the first token on whose entries are so large that sums of
-their squares may overflow (`fewkeys.core.extent`), everything is kept in float64. Rescaling would not do, since later
-entries may be larger still.
+From the first token on whose entries are so large that sums of their squares may overflow (`fewkeys.core.extent`),
+everything is kept in float64. Rescaling would not do, since later entries may be larger still.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Constant(Fields):
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:
-        """One unit after the other."""
         memory = self.changed(_to_float64) if is_large and not self._is_float64 else self
         parts, outputs, done = self.parts, [], 0
         key, value = (rows.to(memory.state.near.key.dtype) for rows in (key, value))
@@ -135,7 +133,7 @@ def _to_float64(part: Tensor) -> Tensor:
 
 
 def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:
-    """`ValueError` where tensors are not memory of such a plan: kernels trust every shape and place in it."""
+    """`ValueError` where tensors are not memory of such a plan: kernels trust every shape."""
     parts, since = empty.parts, length - moved
     if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
         raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
@@ -167,7 +165,7 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
 
 
 def _hold_large(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether rows in such memory, or sums of their squares, are so large that it must be held in float64."""
+    """Whether rows, or sums of their squares, are so large that memory must be in float64."""
     log = dict.fromkeys(("key", "value", "rows", "unit_queries", "total"), LARGEST) | {"square": 2 * LARGEST}
     limits = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
     return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in limits)

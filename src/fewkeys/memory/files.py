@@ -34,7 +34,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The plans as `Plan.to_dict` gives them, the scale, the form of leaves, the number of tokens, and all groups."""
+    """The plans by `Plan.to_dict`, the scale, the form of leaves, the number of tokens, and all groups."""
 
     plans: list[dict[str, Any]]
     scale: float | None

@@ -1,6 +1,6 @@
 """Groups of a stream: the sequences and key heads that have the same plan and the same padding.
 
-Memory receives real tokens only, and positions count these. So the outputs of a sequence do not depend on its padding.
+Memory receives real tokens only, and positions count these, so outputs do not depend on padding.
 """
 
 from __future__ import annotations

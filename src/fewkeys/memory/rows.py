@@ -1,7 +1,6 @@
 """Stored keys and values, in the dtype in which they come or in int8.
 
-In int8 a key k is `round(k / s)` with its own scale `s = max |k| / 127` in float32, so it is wrong by s / 2 at most.
-Values are stored in the same way.
+In int8 a key or value x is `round(x / s)` with its own scale `s = max |x| / 127` in float32: an error of at most s / 2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Streams: append keys and values, attend with their queries, and keep what later queries may need.
 
-    Stream    checks arguments, keeps appended tokens until their queries come, divides the batch into groups, saves
-    Memory    holds the tokens of a group: `Constant` in a fixed size, or `Coded`, which keeps every key and its code
-
-A query attends to the same keys as under `attention(..., plan=plan, is_causal=True)`.
+Stream   checks arguments, keeps appended tokens until their queries come, divides the batch into groups, saves
+Memory   holds the tokens of a group: `Constant` in a fixed size, or `Coded`, which keeps every key and its code
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
         KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
 
-    `undo`: the number of latest tokens that `crop` can always remove. It takes the memory of one or two more units. No
+    `undo`: the number of latest tokens that `crop` can always remove, for the memory of one or two more units. No
     gradients.
     """
 
@@ -136,15 +134,14 @@ class Stream:
             return
         if self._pending is not None:
             self._pending = self._pending.select(index, slice(None))
-        groups = (group.select(index) for group in self._groups)
-        self._groups = [group for group in groups if group is not None]
+        self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
         self._kind = self._kind._replace(batch=len(index))
 
     def crop(self, length: int) -> None:
         """Remove the tokens from position `length` on.
 
-        The last `undo` tokens can be removed, and all tokens of the current unit, which has not changed the summary
-        yet. A stream of a `KeyScan` can remove any number of tokens. Raises `ValueError` for more.
+        The last `undo` tokens can be removed, and all tokens of the current unit; by a stream of a `KeyScan` any number
+        of tokens. Raises `ValueError` for more.
         """
         self.check_crop(length)
         if length < self.length:
@@ -166,10 +163,8 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def merge(self, other: Stream) -> None:
-        """Append the tokens of `other`, a stream of the same plan.
-
-        The outputs that `other` gave for them were computed without the tokens of this stream. Raises `ValueError` for
-        memory of a fixed size, for another plan or other shapes.
+        """Append the tokens of `other`, a stream of the same plan. It has answered their queries without the tokens of
+        this stream. Raises `ValueError` for memory of a fixed size, another plan or other shapes.
         """
         self._flush_pending()
         other._flush_pending()
@@ -181,9 +176,8 @@ class Stream:
             self._begin(other._kind)
         if self._kind != other._kind:
             raise ValueError(f"other: expected tokens like {self._kind}, got {other._kind}")
-        pairs = ((a, b) for a in self._groups for b in other._groups if a.plan == b.plan)
-        merged = [a.merge(b, self.length) for a, b in pairs]
-        self._groups = [group for group in merged if group is not None]
+        pairs = [(a, b) for a in self._groups for b in other._groups if a.plan == b.plan]
+        self._groups = [merged for a, b in pairs if (merged := a.merge(b, self.length)) is not None]
         self._processed += other.length
 
     def memory(self) -> int:
@@ -196,9 +190,7 @@ class Stream:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`. `ValueError` for a damaged file or one of another kind: all of it
-        is checked before it is used.
-        """
+        """The stream that `save` wrote, on `device`. `ValueError` for a damaged file or one of another kind."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
@@ -213,7 +205,7 @@ class Stream:
             ) from None
 
     def contents(self) -> files.Contents:
-        """The header and the tensors of the stream's file."""
+        """What `save` writes."""
         self._flush_pending()
         facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
         groups = [{"plan": one.plan, "gaps": one.gaps, "held": one.memory.facts()} for one in self._groups]
@@ -223,9 +215,7 @@ class Stream:
         return facts | {"length": self.length, "groups": groups}, tensors
 
     def restore(self, facts: files.Facts, tensors: Mapping[str, Tensor], device: Any) -> Stream:
-        """This stream, which has no tokens yet, with the contents of a file. Raises one of `files.FAULTS` for contents
-        of other plans or damaged ones.
-        """
+        """This empty stream with the contents of a file. Raises one of `files.FAULTS` unless they fit its plans."""
         saved = [Plan.from_dict(plan) for plan in facts.plans]
         if saved != [*self._plans] or facts.leaves != self.leaves:
             show = str if _named(self._plans, self.leaves, str) != _named(saved, facts.leaves, str) else repr
@@ -245,9 +235,9 @@ class Stream:
             if (kind.batch, kind.heads) != (len(rows), len(heads)):
                 raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {kind.batch, kind.heads}")
             groups.append(Group(group_facts.plan, torch.tensor(heads, device=rows.device), rows, gaps, memory))
-        batch = len({row for group in groups for row in group.rows.tolist()})
-        places = sorted((group.plan, row) for group in groups for row in group.rows.tolist())
-        if left or places != [(plan, row) for plan in range(len(plans) if groups else 0) for row in range(batch)]:
+        places = [(group.plan, row) for group in groups for row in group.rows.tolist()]
+        batch = len({row for _, row in places})
+        if left or sorted(places) != [(plan, row) for plan in range(len(plans)) for row in range(batch)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
         all_kinds = (group.memory.kind for group in groups)
         kinds = {kind._replace(batch=batch, heads=self._by_head or kind.heads) for kind in all_kinds}
@@ -257,7 +247,7 @@ class Stream:
         return self
 
     def _flush_pending(self) -> None:
-        """Add the tokens of the last `append` without queries, if no `attend` followed it."""
+        """Add tokens that no `attend` followed."""
         if self._pending is not None:
             tokens, self._pending = self._pending, None
             self._extend(None, 0.0, tokens)
@@ -278,7 +268,7 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def _extend(self, query: Tensor | None, largest: float, new: NewTokens) -> Tensor | None:
-        """Add tokens to all memories. Returns the outputs of their queries, if there are any."""
+        """Add tokens to all memories; the outputs of their queries, if there are any."""
         if not self._groups:
             self._begin(new.kind)
         key, value, real, (of_key, of_value) = new

@@ -1,7 +1,6 @@
 """Moments of the queries and keys so far, by which a causal plan decides.
 
-They are sums, so they can be extended token by token. Everything is per sequence and key head, in float32 (float64 for
-float64 input), without gradient.
+Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient.
 """
 
 from __future__ import annotations

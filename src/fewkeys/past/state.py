@@ -51,9 +51,9 @@ class Stretch(Fields):
 class State(Fields):
     """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens; sinks: the first ones; summary: the stand-ins of evicted keys, and queries: the moments of
-    queries, both as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current
-    unit, zero for tokens without one; has_query (B, length - moved): whether a token has one.
+    near: the latest tokens; sinks: the first ones; summary and queries: stand-ins of evicted keys and moments of
+    queries, as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current unit,
+    zero for tokens without one; has_query (B, length - moved): whether a token has one.
     """
 
     moved: int
@@ -102,8 +102,8 @@ class State(Fields):
         )
 
     def advance(self, start: int, stop: int, *, tilted: bool) -> State:
-        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places start ..
-        stop - 1, but for sinks, enter the summary. They stay near tokens, too.
+        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places
+        start .. stop - 1 that are no sinks enter the summary. They stay near tokens, too.
         """
         queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary
         evicted = self.near.between(max(start, self.sinks.stop), stop)
@@ -111,12 +111,17 @@ class State(Fields):
             key, value = working(evicted.key), working(evicted.value)
             real = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
-        none, no_flags = self.unit_queries[:, :, :, :0], self.has_query[:, :0]
-        state = replace(self, moved=self.length, summary=summary, queries=queries)
-        return replace(state, unit_queries=none, has_query=no_flags)
+        return replace(
+            self,
+            moved=self.length,
+            summary=summary,
+            queries=queries,
+            unit_queries=self.unit_queries[:, :, :, :0],
+            has_query=self.has_query[:, :0],
+        )
 
     def crop(self, length: int) -> State:
-        """The state without the tokens from `length` on, all of the current unit: the summary has none of them."""
+        """The state without the tokens from `length` on, all of the current unit."""
         since = length - self.moved
         return replace(
             self,

@@ -7,8 +7,8 @@ changes the output least, by Ward's cost
 
 the squared difference of scores and of values, weighted by the attention that both may receive (w is at least e^-8 of
 the largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries so far, t = `TILT`. Each
-stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost. This is
-nearly as good as merging pair after pair, and takes one matrix product.
+stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost: nearly
+as good as merging pair after pair, by one matrix product.
 
 A stand-in for keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -74,8 +74,7 @@ class Summary(Fields):
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
         """The summary with further keys (B, Hkv, E, D) and values. Those not `real` (B, Hkv, E) must be zero.
 
-        `tilted`: the weights above, for softmax; otherwise t = 0, plain means.
-        Cost O((M + E)^2 (D + Dv)) per head.
+        `tilted`: the weights above, for softmax; otherwise t = 0. Cost O((M + E)^2 (D + Dv)) per head.
         """
         excess = torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf)
         summary = Summary(
