@@ -13,7 +13,7 @@ PROMISES = (
     Breakage(
         "large streams: memory of a fixed size stays in float32",
         "memory/constant.py",
-        "memory = self.changed(_to_float64) if is_large and not self._is_float64 else self",
+        "memory = self._in_float64() if is_large else self",
         "memory = self",
         (Law("parts/test_large_streams", "finite and running"),),
     ),
@@ -27,7 +27,7 @@ PROMISES = (
     Breakage(
         "large streams: files of huge numbers are taken for others",
         "memory/constant.py",
-        "return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)",
+        "return memory._in_float64() if _hold_large(tensors) else memory",
         "return memory",
         (Law("parts/test_large_streams", "files"),),
     ),

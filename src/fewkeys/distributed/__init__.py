@@ -6,7 +6,7 @@
     keys.py           leverage scores and universal sets
     selection.py      two rounds of selection
     attention.py      local queries attend to the selected keys of all ranks
-    cohorts.py        the same with lists and stand-ins of cohorts; edges.py: what it needs of other ranks
+    cohorts.py        the same with lists and stand-ins of cohorts, beside a window
     scan.py           each rank scans its keys for the queries of all ranks
 
 Importing needs no process group. The functions are collectives: every rank of the group makes the same calls.

@@ -17,10 +17,9 @@ from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import cohorts, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.distributed.edges import no_output
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import KeptKeys, select
-from fewkeys.distributed.totals import OverRanks, gather
+from fewkeys.distributed.totals import OverRanks, gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan

@@ -20,11 +20,10 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
+from fewkeys.core.rows import marked_places, take
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.edges import columns_of, edges_of, no_output
-from fewkeys.distributed.selection import best
-from fewkeys.distributed.totals import gather
+from fewkeys.distributed.selection import KeptKeys, best
+from fewkeys.distributed.totals import gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -63,12 +62,12 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     if stand_ins is not None:
         # Labels are small: every floating dtype holds them exactly.
         own = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
-    before, after = edges_of(own, tokens, left, right, comm)
+    before, after = _edges(own, tokens, left, right, comm)
     near = torch.cat([before, own, after], 2)
     # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
     first = x.whole.first_key - before.shape[2]
     base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
-    index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
+    index, used = _columns(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
     if stand_ins is not None:
         near, label = near[..., :-1], near[..., -1].long()
         stand_ins = replace(stand_ins, label=pad(label, (0, right + heads[1] * heavy.shape[2])))
@@ -89,3 +88,42 @@ def band(plan: Plan) -> tuple[int, int] | None:
     """How far the windows of a plan reach before and after a query."""
     reach = max((part.size for part in plan.parts if isinstance(part, Window)), default=0)
     return (reach // 2, (reach - 1) // 2) if reach else None
+
+
+def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer.
+
+    `tokens`: the number of rows on each rank.
+    """
+    edges = []
+    for count, before in ((left, True), (right, False)):
+        if not count:
+            edges.append(rows[:, :, :0])
+            continue
+        counts = [min(count, n) for n in tokens]
+        sent = counts[comm.rank]
+        part = rows[:, :, rows.shape[2] - sent :] if before else rows[:, :, :sent]
+        gathered = gather(part, max(counts), comm)
+        # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
+        unused = gathered[..., :0].sum() if gathered.requires_grad else 0.0
+        ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
+        beside = torch.cat([rows[:, :, :0], *(gathered[rank, :, :, : counts[rank]] for rank in ranks)], 2)
+        edges.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
+    return edges[0], edges[1]
+
+
+def _columns(
+    kept: KeptKeys, tokens: Sequence[int], near: range, base: Tensor, comm: Communicator
+) -> tuple[Tensor, Tensor]:
+    """The row, on this rank, of every kept key, and which entries are used.
+
+    A key in `near` has its own row. The others follow from `base` (H, 1) on, rank by rank, each with `kept.width` rows.
+    """
+    places = torch.stack(comm.all_gather(pad(kept.index, (0, kept.width - kept.index.shape[-1]))))
+    firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
+    used = torch.arange(kept.width, device=places.device) < kept.counts.unsqueeze(-1)
+    position, used = ((part.movedim(0, 2).flatten(2)) for part in (places + firsts, used))
+    is_near = (position >= near.start) & (position < near.stop)
+    index = torch.where(is_near, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
+    order = marked_places(used)
+    return index.gather(-1, order), used.gather(-1, order)

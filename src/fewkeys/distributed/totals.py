@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
 from fewkeys.distributed.agreement import agree
@@ -76,3 +78,9 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.comm.all_reduce(gradient), None
+
+
+def no_output(inputs: Inputs, parts: Sequence[Tensor | None]) -> Tensor:
+    """The empty output of a rank without queries. It depends on the parts: other ranks wait for their backward pass."""
+    tie = sum((part.sum() for part in parts if part is not None), working(inputs.key).new_zeros(()))
+    return inputs.query[..., :1].expand(-1, -1, -1, inputs.value_dim) * tie.to(inputs.query.dtype)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fewkeys.core.extent import LARGEST
 from fewkeys.core.fields import DERIVED, Fields
+from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.core.weights import Softmax
-from fewkeys.memory.attend import attend
+from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.memory.base import Rules, SavedFacts, named_rows
 from fewkeys.memory.checks import Kind
 from fewkeys.memory.parts import Parts, parts_of
@@ -67,7 +67,7 @@ class Constant(Fields):
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:
-        memory = self.changed(_to_float64) if is_large and not self._is_float64 else self
+        memory = self._in_float64() if is_large else self
         parts, outputs, done = self.parts, [], 0
         key, value = (rows.to(memory.state.near.key.dtype) for rows in (key, value))
         while done < key.shape[2]:
@@ -79,7 +79,7 @@ class Constant(Fields):
                 rows = query[:, :, done:stop].to(state.unit_queries.dtype).unflatten(1, (key.shape[1], -1)) * scale
             state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, parts.sinks)
             if rows is not None:
-                outputs.append(attend(state, parts, self.rules.plan.weights, rows))
+                outputs.append(_attend(state, parts, self.rules.plan.weights, rows))
             memory, done = replace(memory, state=state), stop
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
@@ -108,11 +108,12 @@ class Constant(Fields):
         memory = empty.with_tensors(tensors)
         near = replace(memory.state.near, first=count - key.shape[2])
         memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=facts.moved, near=near))
-        return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)
+        return memory._in_float64() if _hold_large(tensors) else memory
 
-    @property
-    def _is_float64(self) -> bool:
-        return self.state.near.key.dtype == torch.float64
+    def _in_float64(self) -> Constant:
+        if self.state.near.key.dtype == torch.float64:
+            return self
+        return self.changed(lambda part: part.double() if part.is_floating_point() else part)
 
     def _begin_unit(self) -> Constant:
         """If a unit begins here: evicted keys enter the summary, and near tokens that no query needs are removed."""
@@ -128,8 +129,47 @@ class Constant(Fields):
         return replace(self, state=replace(state, near=near), before=before)
 
 
-def _to_float64(part: Tensor) -> Tensor:
-    return part.double() if part.is_floating_point() else part
+def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
+    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D).
+
+    The tokens are of one unit. Cost O(M slots (D + Dv)).
+    """
+    near, sinks, summary, rows = state.near, state.sinks, state.summary, query.flatten(2, 3)
+    shape, tilted = query.shape[2:4], isinstance(weights, Softmax)
+
+    def scores(key: Tensor) -> Tensor:
+        by_query: Tensor = (rows @ working(key).mT).unflatten(2, shape)
+        return by_query
+
+    places = torch.arange(state.length - shape[1], state.length, device=query.device)[:, None]
+    seen = _seen(state, parts, places)
+    sources = [(scores(near.key).masked_fill_(~seen, -math.inf), near.value)]
+    if sinks.count:
+        hidden = torch.arange(sinks.count, device=query.device) > places
+        # Sinks that are near tokens, too, count once.
+        hidden[:, near.first :] |= seen[:, : max(0, sinks.count - near.first)]
+        sources.append((scores(sinks.key).masked_fill_(hidden, -math.inf), sinks.value))
+    if summary.count:
+        bias = summary.excess if tilted else summary.size.log().clamp_max(0.0)
+        sources.append((scores(summary.key) + bias[:, :, None, None], summary.value))
+    weight = weights.kernel([score for score, _ in sources])
+    if summary.count and not tilted:
+        weight[-1] = weight[-1] * summary.size[:, :, None, None]
+    mixed, total = torch.zeros_like(rows[..., :1]), torch.zeros_like(rows[..., :1])
+    for (_, value), of_source in zip(sources, weight, strict=True):
+        flat = of_source.flatten(2, 3)
+        mixed, total = mixed + flat @ working(value), total + flat.sum(-1, keepdim=True)
+    output: Tensor = (mixed / positive(total)).unflatten(2, shape).flatten(1, 2)
+    return output
+
+
+def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
+    """(M, near): the near tokens that the queries at `places` (M, 1) see."""
+    place = torch.arange(state.near.first, state.near.stop, device=places.device)
+    seen = place > places - parts.window
+    if parts.recent is not None:
+        seen |= place >= parts.near_from(state.length - len(places))
+    return seen & (place <= places)
 
 
 def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:

@@ -50,14 +50,10 @@ class Group:
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
 
-    def count(self, length: int) -> int:
-        """The number of real tokens among the first `length`."""
-        return real_tokens(self.gaps, length)
-
     def crop(self, length: int) -> Group:
         """The group without the tokens from place `length` on."""
         gaps = tuple((start, min(stop, length)) for start, stop in self.gaps if start < length)
-        return replace(self, gaps=gaps, memory=self.memory.crop(self.count(length)))
+        return replace(self, gaps=gaps, memory=self.memory.crop(real_tokens(self.gaps, length)))
 
     def select(self, index: Tensor) -> Group | None:
         """The group with the sequences `index` of the batch; None if it has none of them."""

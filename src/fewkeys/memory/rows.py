@@ -77,9 +77,9 @@ class HeldRows(Fields):
         """The rows in the tensors of a file, which came in `dtype`; `ValueError` if they are not valid."""
         key, value = named_rows(tensors, root)
         scale = tensors.get(f"{root}scale")
-        forms = {root + name: Form(tuple(rows.shape), dtype) for name, rows in (("key", key), ("value", value))}
+        form = Form((None,) * 4, dtype) if scale is None else Form((None,) * 4, torch.int8, -LARGEST)
+        forms = {f"{root}key": form, f"{root}value": form}
         if scale is not None:
-            forms = {name: form._replace(dtype=torch.int8, least=-LARGEST) for name, form in forms.items()}
             forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
         check(tensors, forms)
         stored = (key, value) if scale is None else (key, value, scale)

@@ -154,7 +154,7 @@ class Stream:
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
         for group in self._groups:
-            if group.count(length) < group.memory.fewest:
+            if real_tokens(group.gaps, length) < group.memory.fewest:
                 raise ValueError(
                     f"length: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
                     f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
