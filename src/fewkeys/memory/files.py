@@ -12,7 +12,7 @@ from torch import Tensor
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
-from fewkeys.memory.base import SavedFacts
+from fewkeys.memory.base import LeafType, SavedFacts
 
 FORMAT = 5
 
@@ -38,7 +38,7 @@ class Facts:
 
     plans: list[dict[str, Any]]
     scale: float | None
-    leaves: str | None
+    leaves: LeafType | None
     length: int
     groups: list[GroupFacts]
 

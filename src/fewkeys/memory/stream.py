@@ -39,8 +39,8 @@ def stream(
         plan: `KeyScan` alone, with `BlockMeans` or `Drop`: the stream keeps every key. Or `RecentBlocks` or `Window`,
             with or without `Sinks`, and with `RunningMeans` or `Drop`: its memory has a fixed size.
         scale: factor on the scores; default 1 / sqrt(D).
-        leaves: the form in which a stream of a `KeyScan` keeps keys and values: "model", the default, in the dtype in
-            which they come, or "int8", with a scale for each key and each value.
+        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, in the dtype in which they
+            come, or "int8", with a scale for each key and each value.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
@@ -80,11 +80,10 @@ class Stream:
             _memory_class(one).check(one)
         check_leaves(leaves, self._plans)
         self._heads: dict[Rules, list[int]] = {}
-        """The key heads of each distinct plan; [0] where one plan serves all heads."""
+        """The key heads of each distinct plan; none where one plan serves all heads."""
         for head, one in enumerate(self._plans):
-            self._heads.setdefault(Rules(one, leaves or "model", undo), []).append(head)
-        self._by_head = len(self._plans) if len(self._plans) > 1 else 0
-        """The number of key heads where each has a plan; 0 where one plan serves all heads."""
+            heads = self._heads.setdefault(Rules(one, leaves or "model", undo), [])
+            heads += [head] if len(self._plans) > 1 else []
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._processed = 0
@@ -106,8 +105,9 @@ class Stream:
         Tokens of an earlier `append` that no `attend` followed are added without queries.
         """
         tokens = check_tokens(key, value, key_mask, self._kind)
-        if self._by_head not in (0, tokens.kind.heads):
-            raise ValueError(f"plan: expected one plan for each of {tokens.kind.heads} key heads, got {self._by_head}")
+        heads, plans = tokens.kind.heads, len(self._plans)
+        if plans not in (1, heads):
+            raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {plans}")
         self._flush_pending()
         self._pending, self._kind = tokens, tokens.kind
 
@@ -196,8 +196,7 @@ class Stream:
         try:
             ((facts, tensors),) = files.read(path, "stream")
             plans = [Plan.from_dict(plan) for plan in facts.plans]
-            leaves = cast("LeafType | None", facts.leaves)
-            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=leaves)
+            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=facts.leaves)
             return loaded.restore(facts, tensors, device)
         except files.FAULTS as error:
             raise ValueError(
@@ -231,7 +230,7 @@ class Stream:
             tokens = real_tokens(gaps, facts.length)
             memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, held)
             kind = memory.kind
-            heads = heads if self._by_head else [*range(kind.heads)]
+            heads = heads or [*range(kind.heads)]
             if (kind.batch, kind.heads) != (len(rows), len(heads)):
                 raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {kind.batch, kind.heads}")
             groups.append(Group(group_facts.plan, torch.tensor(heads, device=rows.device), rows, gaps, memory))
@@ -240,7 +239,7 @@ class Stream:
         if left or sorted(places) != [(plan, row) for plan in range(len(plans)) for row in range(batch)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
         all_kinds = (group.memory.kind for group in groups)
-        kinds = {kind._replace(batch=batch, heads=self._by_head or kind.heads) for kind in all_kinds}
+        kinds = {kind._replace(batch=batch, heads=max(kind.heads, len(self._plans))) for kind in all_kinds}
         if len(kinds) > 1 or (facts.length and not kinds):  # a stream that was cropped to nothing has none
             raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
         self._groups, self._processed, self._kind = groups, facts.length, next(iter(kinds), None)
@@ -254,9 +253,9 @@ class Stream:
 
     def _begin(self, kind: Kind) -> None:
         """Make empty memories for tokens of this kind."""
-        rows, whole = torch.arange(kind.batch, device=kind.device), [*range(kind.heads)]
+        rows = torch.arange(kind.batch, device=kind.device)
         for number, (rules, heads) in enumerate(self._heads.items()):
-            heads = heads if self._by_head else whole
+            heads = heads or [*range(kind.heads)]
             key, value = (
                 torch.empty((kind.batch, len(heads), 0, dim), dtype=kind.dtype, device=kind.device)
                 for dim in (kind.dim, kind.value_dim)

@@ -86,17 +86,9 @@ class Summary(Fields):
         surplus = ((summary.size > 0).sum(-1) - self.count).clamp_min(0)
         if bool(surplus.any()):
             summary = _joined(summary, surplus, queries, tilted)
-        if bool((summary.size == 0).any()):
-            summary = _free_last(summary)
-        rows, excess, size = (part[:, :, : self.count] for part in (summary.rows, summary.excess, summary.size))
-        return replace(summary, rows=rows.contiguous(), excess=excess, size=size)
-
-
-def _free_last(summary: Summary) -> Summary:
-    """The same stand-ins, all free places last."""
-    order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)
-    excess, size = (part.gather(-1, order) for part in (summary.excess, summary.size))
-    return replace(summary, rows=summary.rows.take_along_dim(order.unsqueeze(-1), 2), excess=excess, size=size)
+        order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., : self.count]  # free places last
+        excess, size = (part.gather(-1, order) for part in (summary.excess, summary.size))
+        return replace(summary, rows=summary.rows.take_along_dim(order.unsqueeze(-1), 2), excess=excess, size=size)
 
 
 def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
