@@ -148,8 +148,8 @@ def _rule(plan: Plan) -> Sharded:
 
 def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
     """The checked problem of this rank, which may have no queries or no keys."""
-    both = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
-    if both and key.shape[2] != value.shape[2]:
+    have_tokens = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
+    if have_tokens and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
     comm.check_device("key", inputs.key)

@@ -57,13 +57,13 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
     left, right = reach or (0, 0)
-    rows = own = torch.cat([working(x.key), working(x.value)], -1)
+    rows = labelled = torch.cat([working(x.key), working(x.value)], -1)
     heavy = gather(take(rows, index).flatten(1, 2), kept.width, comm).movedim(0, 2).flatten(2, 3)
     if stand_ins is not None:
         # Labels are small: every floating dtype holds them exactly.
-        own = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
-    before, after = _edges(own, tokens, left, right, comm)
-    near = torch.cat([before, own, after], 2)
+        labelled = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
+    before, after = _edges(labelled, tokens, left, right, comm)
+    near = torch.cat([before, labelled, after], 2)
     # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
     first = x.whole.first_key - before.shape[2]
     base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]

@@ -99,8 +99,8 @@ class _Shard:
         x = self.whole
         stop = min(start + BLOCK, x.queries)
         rows = (query[:, :, start:stop] * x.scale).unflatten(1, (x.kv_heads, -1))
-        own = (start, stop) if x.is_causal else (0, 0)  # the places of the keys that queries see without choosing
-        near = slice(*(min(max(0, edge - self.first), self.keys) for edge in own))
+        unchosen = (start, stop) if x.is_causal else (0, 0)  # the places of keys that queries see without choosing
+        near = slice(*(min(max(0, edge - self.first), self.keys) for edge in unchosen))
         place, asking = (torch.arange(n, device=rows.device) for n in (self.keys, stop))
         late = place[near] + self.first > asking[start:, None]
         far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1))

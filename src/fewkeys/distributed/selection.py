@@ -1,4 +1,7 @@
-"""Two rounds of selection over ranks: every rank chooses among its own keys, then all cut the union to the budget."""
+"""Two rounds of selection over ranks: every rank chooses among its own keys, then all cut the union to the budget.
+
+Only scores are sent.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,7 @@ def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
 
 
 def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
-    """The `count` keys of largest score (B, Hkv, N_local) of all ranks.
-
-    Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these.
-    """
+    """The `count` keys of largest score (B, Hkv, N_local) of all ranks."""
     local = score.topk(min(count, score.shape[-1]), -1).indices.sort(-1).values
     gathered = comm.all_gather_rows(score.gather(-1, local).movedim(-1, 0))
     candidates = torch.cat(gathered).movedim(0, -1)

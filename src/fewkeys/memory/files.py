@@ -57,13 +57,13 @@ class _Header:
 
 
 def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
-    """Write the contents of streams to one file, completely or not at all."""
-    tensors = {f"{number}/{name}": part for number, (_, held) in enumerate(streams) for name, part in held.items()}
+    """Write streams to one file, completely or not at all."""
+    tensors = {f"{number}/{name}": part for number, (_, saved) in enumerate(streams) for name, part in saved.items()}
     tensor_files.write(path, kind, {"format": FORMAT, "streams": [facts for facts, _ in streams]}, tensors)
 
 
 def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str, Tensor]]]:
-    """The contents of all streams of a file; `ValueError` if it is damaged or of another kind."""
+    """All streams of a file; `ValueError` if it is damaged or of another kind."""
     header, tensors = tensor_files.read(path, kind)
     streams = [(facts, taken(tensors, f"{number}/")) for number, facts in enumerate(build(_Header, header).streams)]
     if tensors:
@@ -72,5 +72,5 @@ def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str,
 
 
 def taken(tensors: dict[str, Tensor], root: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `root`, by the rest of their names; they are removed from `tensors`."""
+    """The tensors whose names begin with `root`, by the rest of their names, removed from `tensors`."""
     return {name.removeprefix(root): tensors.pop(name) for name in [*tensors] if name.startswith(root)}

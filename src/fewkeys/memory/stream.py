@@ -76,13 +76,13 @@ class Stream:
         self.plan, self.leaves = plan, leaves
         self.scale = None if scale is None else check_real("scale", scale)
         self._plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
-        for one in self._plans:
-            _memory_class(one).check(one)
+        for head_plan in self._plans:
+            _memory_class(head_plan).check(head_plan)
         check_leaves(leaves, self._plans)
         self._heads: dict[Rules, list[int]] = {}
         """The key heads of each distinct plan; none where one plan serves all heads."""
-        for head, one in enumerate(self._plans):
-            heads = self._heads.setdefault(Rules(one, leaves or "model", undo), [])
+        for head, head_plan in enumerate(self._plans):
+            heads = self._heads.setdefault(Rules(head_plan, leaves or "model", undo), [])
             heads += [head] if len(self._plans) > 1 else []
         self._groups: list[Group] = []
         self._kind: Kind | None = None
@@ -207,9 +207,10 @@ class Stream:
         """What `save` writes."""
         self._flush_pending()
         facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
-        groups = [{"plan": one.plan, "gaps": one.gaps, "held": one.memory.facts()} for one in self._groups]
+        groups = []
         tensors: dict[str, Tensor] = {}
         for number, group in enumerate(self._groups):
+            groups.append({"plan": group.plan, "gaps": group.gaps, "held": group.memory.facts()})
             tensors |= {f"{number}.rows": group.rows} | group.memory.tensors(str(number))
         return facts | {"length": self.length, "groups": groups}, tensors
 
@@ -224,11 +225,11 @@ class Stream:
             )
         left, groups, plans = dict(tensors), [], [*self._heads.items()]
         for number, group_facts in enumerate(facts.groups):
-            held = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
-            rows, gaps = checked_rows(held.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
+            of_group = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
+            rows, gaps = checked_rows(of_group.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
             rules, heads = plans[group_facts.plan]
             tokens = real_tokens(gaps, facts.length)
-            memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, held)
+            memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, of_group)
             kind = memory.kind
             heads = heads or [*range(kind.heads)]
             if (kind.batch, kind.heads) != (len(rows), len(heads)):
@@ -281,7 +282,7 @@ class Stream:
                 self._groups = [replace(group, memory=memory)]
             self._processed += key.shape[2]
             return output
-        groups = self._groups if real is None else [part for one in self._groups for part in one.by_padding(real)]
+        groups = self._groups if real is None else [part for group in self._groups for part in group.by_padding(real)]
         ratio = 1 if query is None else query.shape[1] // key.shape[1]
         tokens = []
         for group in groups:
@@ -302,8 +303,8 @@ class Stream:
 
 def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
     """The plan, or the plan of each key head, and the form of stored keys, in words."""
-    held = f" with leaves={leaves!r}" if leaves else ""
-    return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{held}"
+    form = f" with leaves={leaves!r}" if leaves else ""
+    return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{form}"
 
 
 def _memory_class(plan: object) -> type[Memory]:

@@ -44,7 +44,7 @@ def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None,
         if key.shape[2]:
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
         summaries.append(summary)
-    parts = zip(*((one.rows, one.excess, one.size) for one in summaries), strict=True)
+    parts = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
     return States(*(torch.stack(part, 2) for part in parts))
 
 

@@ -116,8 +116,8 @@ def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bo
         cost = distance.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
         # NaN costs most. Such a stand-in is still merged if it must be: places must become free.
         cost.nan_to_num_(*[torch.finfo(cost.dtype).max] * 2)
-        own, target = mass.unsqueeze(-1), mass.unsqueeze(-2)
-        cost.masked_fill_((target < own) | ((target == own) & (place >= place.unsqueeze(-1))), math.inf)
+        source, target = mass.unsqueeze(-1), mass.unsqueeze(-2)
+        cost.masked_fill_((target < source) | ((target == source) & (place >= place.unsqueeze(-1))), math.inf)
         least, partner = cost.min(-1)
         least.masked_fill_(is_free, math.inf)
         joins = least.argsort(dim=-1, stable=True).argsort(-1) < surplus.unsqueeze(-1)
