@@ -45,12 +45,11 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
     for rank, record in enumerate(records):
         if "refused" in record:
             raise ValueError(f"distributed: rank {rank} of {comm.size} refused its arguments: {record['refused']}")
-    for name, value in records[0]["same"].items():
+    for name, first in records[0]["same"].items():
         for rank, record in enumerate(records):
-            if record["same"][name] != value:
+            if (value := record["same"][name]) != first:
                 raise ValueError(
-                    f"{name}: expected the same on every rank, got {value} on rank 0 and {record['same'][name]} on "
-                    f"rank {rank}"
+                    f"{name}: expected the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
                 )
     return [record["different"] for record in records]
 

@@ -37,7 +37,7 @@ class Communicator:
     """A process group of `torch.distributed` with a timeout and a count of bytes; `group=` of every function here.
 
     Args:
-        group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group, of all ranks.
+        group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group.
         timeout: seconds to wait for the other ranks in one collective; longer than the longest delay between ranks.
 
     Attributes:
@@ -154,7 +154,7 @@ class Communicator:
         )
 
     def _tell(self) -> None:
-        """Write to the store how many collectives this rank has begun."""
+        """Store how many collectives this rank has begun."""
         _begun[self._name] += 1
         with suppress(Exception):  # without a store the others cannot be informed
             _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))

@@ -193,9 +193,7 @@ class Coded(Fields):
         """The problem of the last tokens' queries (B, Hq, N, D)."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
-        packed, sigma = self.codes.rows, self.sigma.rows
-        head, wide = packed.shape[:3], packed.shape[3]
-        codes = Codes(packed.view(*head, wide // 16, 16), sigma.view(*head[:2], head[2] * BLOCK))
+        codes = Codes(self.codes.rows.unflatten(3, (-1, 16)), self.sigma.rows.flatten(2))
         plan, rest = self.rules.plan, self.rules.plan.rest
         scanned = Scanned(inputs, codes, plan.scanned, None if scales is None else scales.rows)
         stand_ins = rest.of_totals(inputs, self.sums.rows, None) if isinstance(rest, BlockMeans) else None

@@ -46,7 +46,7 @@ class Group:
         return self.rows[:, None, None], heads[:, None], inside
 
     def padded(self, real: Tensor, first: int) -> Group:
-        """The group with the padding of further tokens, `real` (B, N), which begin at place `first`."""
+        """The group with the padding of further tokens, from place `first` on; `real` (B, N)."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
 
@@ -83,7 +83,7 @@ def joined(before: Gaps, after: Gaps) -> Gaps:
 
 
 def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
-    """The gaps of a file; `ValueError` unless they are in order and within `length` places."""
+    """The gaps of a file; `ValueError` unless they rise within `length` places."""
     edges = [place for gap in gaps for place in gap]
     if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
         raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")
