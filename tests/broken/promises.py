@@ -13,7 +13,7 @@ PROMISES = (
     Breakage(
         "large streams: memory of a fixed size stays in float32",
         "memory/constant.py",
-        "memory = self.changed(_to_float64) if is_large and not self._is_float64 else self",
+        "memory = self._in_float64() if is_large else self",
         "memory = self",
         (Law("parts/test_large_streams", "finite and running"),),
     ),
@@ -27,7 +27,7 @@ PROMISES = (
     Breakage(
         "large streams: files of huge numbers are taken for others",
         "memory/constant.py",
-        "return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)",
+        "return memory._in_float64() if _hold_large(tensors) else memory",
         "return memory",
         (Law("parts/test_large_streams", "files"),),
     ),
@@ -104,8 +104,8 @@ PROMISES = (
     Breakage(
         "in any order or refused: what moved counts as there",
         "memory/constant.py",
-        "if count >= self.state.moved or any(",
-        "if count > self.state.moved - self.parts.unit or any(",
+        "return self.before[0].moved if self.before else self.state.moved",
+        "return max(0, self.state.moved - self.parts.unit)",
         (Law("parts/test_streams", "cropping"),),
     ),
     Breakage(
@@ -293,8 +293,8 @@ PROMISES = (
     Breakage(
         "past: keys of the next step are absorbed",
         "past/scan.py",
-        "evicted.at(step)",
-        "evicted.at(min(step + 1, evicted.steps - 1))",
+        "counts[..., block, None], start[..., block, None]",
+        "counts[..., min(block + 1, blocks - 1), None], start[..., min(block + 1, blocks - 1), None]",
         (Law("parts/test_running_means", "sizes_count"),),
     ),
     Breakage(
@@ -307,8 +307,8 @@ PROMISES = (
     Breakage(
         "past: who is joined keeps its own mass",
         "past/summary.py",
-        "mass + total.log() - metric",
-        "mass - metric",
+        "mass + total.log() - log_weight",
+        "mass - log_weight",
         (Law("parts/test_running_means", "absorbing or halfway"),),
     ),
     Breakage(

@@ -164,7 +164,7 @@ def check_inputs(
     check_count("query_offset", query_offset, least=0)
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
-    valid = _check_valid(lengths, key_mask, k)
+    valid = check_valid(lengths, key_mask, k)
     look, shape = look if impl in COMPILED else as_they_are, (factor, q.shape[-1], working_dtype(q.dtype))
     sizes, (q, k, v) = look(q, k, v)
     is_large, cleared = needs_rescaling(sizes, *shape), valid is None
@@ -194,7 +194,8 @@ def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
     return DistanceBias(table.to(device=query.device, dtype=working_dtype(query.dtype)))
 
 
-def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
+def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
+    """(B, Nk): which keys are real, by at most one of the two arguments; None: all are."""
     batch, keys = key.shape[0], key.shape[2]
     if lengths is not None and key_mask is not None:
         raise ValueError("lengths, key_mask: expected at most one of the two; key_mask can say what lengths says")

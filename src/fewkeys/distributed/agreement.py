@@ -1,24 +1,25 @@
 """Before any other message, ranks compare their arguments: each sends a small header to all.
 
-A collective on tensors of different shapes hangs, or mixes up numbers. Here every rank sees every header and raises
-the same error, also where one rank's own arguments were refused before the others could notice.
+A collective on tensors of different shapes hangs or mixes up numbers. Here every rank raises the same error, also where
+the arguments of one rank are invalid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
 
+from fewkeys.core.precision import working
 from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.distributed.communicator import Communicator
 
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """Around the checks of this rank's arguments: errors are also sent to the other ranks, which wait for them."""
+    """Send errors of this rank's checks, which run inside, to the other ranks, which wait for a header."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -29,9 +30,9 @@ def checking(comm: Communicator, call: str) -> Iterator[None]:
 
 
 def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: object = None) -> list[Any]:
-    """The `different` of every rank, a JSON value each, once all ranks are in the same call with the same `same`.
+    """The `different` of every rank, a JSON value each.
 
-    Raises on every rank: `RuntimeError` where they are in different calls, `ValueError` where `same` differs or a rank
+    Raises on every rank: `RuntimeError` where ranks are in different calls, `ValueError` where `same` differs or a rank
     refused its arguments.
     """
     records = comm.exchange({"call": call, "same": dict(same), "different": different})
@@ -44,22 +45,21 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
     for rank, record in enumerate(records):
         if "refused" in record:
             raise ValueError(f"distributed: rank {rank} of {comm.size} refused its arguments: {record['refused']}")
-    for name, value in records[0]["same"].items():
+    for name, first in records[0]["same"].items():
         for rank, record in enumerate(records):
-            if record["same"][name] != value:
+            if (value := record["same"][name]) != first:
                 raise ValueError(
-                    f"{name}: expected the same on every rank, got {value} on rank 0 and {record['same'][name]} on "
-                    f"rank {rank}"
+                    f"{name}: expected the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
                 )
     return [record["different"] for record in records]
 
 
-def check_shard(comm: Communicator, name: str, tensor: Tensor) -> Tensor:
-    """`tensor` as this rank's shard: as `check_tensor` wants it, finite, but the token axis may be empty."""
-    checked = check_tensor(name, occupied(tensor))
-    comm.check_device(name, checked)
-    check_finite(**{name: checked})
-    return tensor
+def check_shard(comm: Communicator, key: Tensor) -> Tensor:
+    """This rank's checked keys, of which there may be none, in working precision and without gradient."""
+    checked = check_tensor("key", occupied(key))
+    comm.check_device("key", checked)
+    check_finite(key=checked)
+    return working(key).detach()
 
 
 def occupied(tensor: object) -> object:
@@ -69,7 +69,7 @@ def occupied(tensor: object) -> object:
     return tensor
 
 
-def check_tokens(tokens: list[int]) -> None:
+def check_tokens(tokens: Sequence[int]) -> None:
     """Raise `ValueError` where all shards are empty."""
     if not any(tokens):
         raise ValueError("key: expected at least one token on some rank, got none on any")

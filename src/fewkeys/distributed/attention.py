@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
-from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import full_precision, working
+from fewkeys.core.inputs import Inputs, Shard
+from fewkeys.core.precision import full_precision
 from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import cohorts, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.distributed.edges import whole
-from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import KeptKeys, select
+from fewkeys.distributed.totals import OverRanks, gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
-from fewkeys.select import Selector
+from fewkeys.select import Outliers, Selector
 from fewkeys.select.base import Sharded
 
 if TYPE_CHECKING:  # torch may be built without it
@@ -48,45 +47,42 @@ def attention(
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys against those of all ranks and offers its best; all ranks cut the union to the
-    budget; the keys and values that are left, and no others, are gathered; local queries attend to them. A collective:
-    every rank of the group calls it, with the same arguments apart from the tensors.
+    budget; the keys and values that are left are gathered; local queries attend to them. A collective: every rank of
+    the group calls it, with the same arguments apart from the tensors.
 
     Args:
-        query: (B, Hq, Nq_local, D), this rank's queries; their number is its own affair and may be 0.
-        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards standing in rank order; N_local may
-            differ between ranks and be 0 on some. Hq is a multiple of Hkv.
+        query: (B, Hq, Nq_local, D), this rank's queries, any number of them, also 0.
+        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
+            ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone. `RandomKeys` draws with seed 0, and for all tokens on every
-            rank. `Outliers` of cohorts, with `ClusterMeans` or without, and a `Window` beside it, or none. `KeyScan`,
-            causal or not, with `BlockMeans` or without: every rank scans its keys for the queries of all ranks, so what
-            it sends grows with their number.
-        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans` beside cohorts,
-            `BlockMeans` beside `KeyScan`.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone; `RandomKeys` draws with seed 0, for all tokens on every rank.
+            Or `Outliers` of cohorts, with or without a `Window`. Or `KeyScan`: every rank scans its keys for the
+            queries of all ranks, so what it sends grows with their number.
+        rest: `Drop()`, the default; or `ClusterMeans` beside cohorts, or `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
-        is_causal: a query sees the tokens before it on all ranks, under `KeyScan` alone. Every rank has as many queries
-            as keys.
-        group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
-            default group.
+        is_causal: a query sees the tokens before it on all ranks; for `KeyScan` alone, with as many queries as keys on
+            every rank.
+        group: as in `leverage_scores`.
 
     Returns:
         (B, Hq, Nq_local, Dv) in the input's dtype. The same keys are kept as in one process, unless scores at the cut
-        lie within rounding of each other (`fewkeys.distributed.leverage_scores` says how much that is); then outputs
-        differ by the rounding of sums in another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of
-        absolute terms of a score, u the unit of the precision, float32 or better.
+        lie within rounding of each other (see `leverage_scores`); then outputs differ by the rounding of sums in
+        another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit
+        of the precision, float32 or better.
 
-        Gradients flow to the queries here and to the kept keys and values on the ranks that own them, equal to those
-        of one process on the sum of all ranks' losses up to rounding. So the backward pass is a collective too: all
-        ranks run it, in the same order, or none does.
+        Gradients flow to the queries here and to the kept keys and values on the ranks that own them: those of one
+        process on the sum of all ranks' losses. The backward pass is a collective too: all ranks run it, in the same
+        order, or none does.
 
-        Bytes sent by a rank of R, with n tokens in all and `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`,
-        `(R - 1) 8 B Hkv c` for the scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about
-        `1 / R` of that where heavy keys are spread evenly; backward `2 (R - 1)` such numbers in float32 or better.
-        Nothing of this grows with n. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
+        Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
+        scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
+        keys are spread evenly; backward `2 (R - 1)` such numbers. None of this grows with the number of tokens. Cost
+        O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
         TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ; a
-            selector or rest that does not work over ranks yet.
-        RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
+            selector or rest that does not work over ranks.
+        RuntimeError: as `leverage_scores`.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
     """
@@ -101,10 +97,9 @@ def attention(
                 f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
                 "fewkeys.budget(slots, is_causal=True)"
             )
-        by_cohort = cohorts.lists(plan)
-        rule = None if by_cohort or plan.scanned else _rule(plan)
+        rule = None if plan.scanned else cohorts.lists(plan) or _rule(plan)
         inputs = _check(comm, query, key, value, scale)
-        if (is_causal or (by_cohort and cohorts.band(plan))) and inputs.queries != inputs.keys:
+        if (is_causal or cohorts.band(plan)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
@@ -115,22 +110,27 @@ def attention(
         "is_causal": is_causal,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
     }
-    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or plan.scanned else ()))
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    # Gradients of queries are sent by a scan alone.
+    sent = (inputs.key, inputs.value, *((inputs.query,) if plan.scanned else ()))
+    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent)
     sizes = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
-    tokens, wanted = [count for count, _, _ in sizes], any(wants for _, _, wants in sizes)
+    tokens, asked, wanted = zip(*sizes, strict=True)
     check_tokens(tokens)
-    asked = [count for _, count, _ in sizes]
-    if plan.scanned:
-        return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)
-    if by_cohort is not None:
-        return cohorts.attend(whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
+    first, first_query = sum(tokens[: comm.rank]), sum(asked[: comm.rank])
+    inputs = replace(
+        inputs,
+        query=_wanting(inputs.query, any(wanted) and plan.scanned > 0),
+        key=_wanting(inputs.key, any(wanted)),
+        is_causal=is_causal,
+        shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
+    )
     if rule is None:
-        raise ValueError(f"keep: expected a rule that scores keys, got {plan.keep}")
+        return scan.attend(inputs, plan, asked, comm)
+    if isinstance(rule, Outliers):
+        return cohorts.attend(inputs, plan, rule, tokens, comm)
     with torch.no_grad():
-        kept = select(rule, whole(inputs, tokens, asked, comm), comm)
-    rows = _gather(inputs, kept, comm, wanted)
-    return _attend(inputs, rows, kept, plan.weights)
+        kept = select(rule, inputs, comm)
+    return _attend(inputs, kept, plan.weights, comm)
 
 
 def _rule(plan: Plan) -> Sharded:
@@ -147,9 +147,9 @@ def _rule(plan: Plan) -> Sharded:
 
 
 def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
-    """The checked problem of this rank; its queries, or its keys and values, may have no tokens."""
-    both = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
-    if both and key.shape[2] != value.shape[2]:
+    """The checked problem of this rank, which may have no queries or no keys."""
+    have_tokens = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
+    if have_tokens and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
     comm.check_device("key", inputs.key)
@@ -157,28 +157,19 @@ def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale:
     return replace(inputs, query=query, key=key, value=value)
 
 
-def _gather(inputs: Inputs, kept: KeptKeys, comm: Communicator, wanted: bool) -> Tensor:
-    """The kept keys and values of all ranks, (B, Hkv, ranks x width, D + Dv), in working precision.
-
-    Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
-    rank's keys or values want gradients, which the backward pass of all ranks must bring.
-    """
-    kept_rows = torch.cat([inputs.key, inputs.value], -1)
-    kept_rows = kept_rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, kept_rows.shape[-1]))
-    if wanted and not kept_rows.requires_grad:
-        kept_rows.requires_grad_()
-    return gather(kept_rows, kept.counts, comm)
+def _wanting(rows: Tensor, wanted: bool) -> Tensor:
+    """Rows with gradients, if any rank wants some: every rank takes part in the backward pass."""
+    return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
 
 
-def _attend(inputs: Inputs, rows: Tensor, kept: KeptKeys, weights: Weights) -> Tensor:
-    key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
+def _attend(inputs: Inputs, kept: KeptKeys, weights: Weights, comm: Communicator) -> Tensor:
+    """The output of this rank's queries over the kept keys of all ranks."""
+    rows = torch.cat([inputs.key, inputs.value], -1).take_along_dim(kept.index.unsqueeze(-1), 2)
+    rows = gather(rows, kept.width, comm).movedim(0, 2).flatten(2, 3)
     if not inputs.queries:
-        # No output, but a node in the graph: the backward passes of other ranks wait for this one.
-        query = working(inputs.grouped_query())
-        empty: Tensor = query @ key.mT.unsqueeze(2) @ value.unsqueeze(2)
-        return empty.flatten(1, 2).to(inputs.query.dtype)
-    width = rows.shape[2] // kept.counts.shape[0]
-    used = torch.arange(width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)
+        return no_output(inputs, [rows])
+    key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
+    used = torch.arange(kept.width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)
     used = used.flatten(2)
     # In order of position, as one process lists them, and without the places in between.
     index = marked_places(used, least=1)

@@ -1,15 +1,16 @@
 """Lists and stand-ins of cohorts of queries, beside a window, over token shards.
 
-    cohorts          of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
-    kept keys        of each cohort, chosen in two rounds, then gathered
-    stand-ins        sums over ranks (`fewkeys.core.totals`)
-    window           the nearest keys of the neighbouring shards, with their clusters, gathered
+    cohorts     of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
+    kept keys   of each cohort, chosen in two rounds, then gathered
+    stand-ins   sums over ranks (`fewkeys.core.totals`)
+    window      the nearest keys of the neighbouring shards, with their clusters, gathered
 
 Each rank then attends as one process does: to its own keys, the neighbouring keys and the kept keys of all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,11 +20,10 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
+from fewkeys.core.rows import marked_places, take
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.edges import columns_of, edges_of, nothing
-from fewkeys.distributed.gather import gather
-from fewkeys.distributed.selection import best
+from fewkeys.distributed.selection import KeptKeys, best
+from fewkeys.distributed.totals import gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -33,17 +33,15 @@ from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule that keeps a list for each cohort; None where the plan has no such rule."""
-    outliers = [part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1]
-    return outliers[0] if outliers else None
+    """The rule that keeps a list for each cohort, if the plan has one."""
+    return next((part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1), None)
 
 
-def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs` is the result of `whole`, `keep` that of
-    `lists`; `tokens` is the number of keys on each rank.
+def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `keep`: the result of `lists`; `tokens`: keys on each rank.
 
     Each of R ranks sends (R - 1) B Hkv H S (D + Dv) numbers for H cohorts with lists of S keys, and
-    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys. No amount grows with the number of tokens.
+    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys, whatever the number of tokens.
     """
     x, reach = inputs, band(plan)
     with torch.no_grad():
@@ -59,28 +57,29 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
     left, right = reach or (0, 0)
-    rows = torch.cat([working(x.key), working(x.value)], -1)
-    edges = edges_of(rows, tokens, left, right, comm)
-    heavy = gather(take(rows, index).flatten(1, 2), kept.counts, comm)
-    near = torch.cat([edges[0], rows, edges[1]], 2)
-    # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
-    first = sum(tokens[: comm.rank]) - edges[0].shape[2]
-    base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
-    index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
+    rows = labelled = torch.cat([working(x.key), working(x.value)], -1)
+    heavy = gather(take(rows, index).flatten(1, 2), kept.width, comm).movedim(0, 2).flatten(2, 3)
     if stand_ins is not None:
         # Labels are small: every floating dtype holds them exactly.
-        label = stand_ins.label.to(rows.dtype).unsqueeze(-1)
-        before, after = edges_of(label, tokens, left, right, comm)
-        label = torch.cat([before, label, after], 2).squeeze(-1).long()
+        labelled = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
+    before, after = _edges(labelled, tokens, left, right, comm)
+    near = torch.cat([before, labelled, after], 2)
+    # Kept keys that this rank does not hold come last, cohort by cohort, after rows that no window reaches.
+    first = x.whole.first_key - before.shape[2]
+    base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
+    index, used = _columns(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
+    if stand_ins is not None:
+        near, label = near[..., :-1], near[..., -1].long()
         stand_ins = replace(stand_ins, label=pad(label, (0, right + heads[1] * heavy.shape[2])))
     # No collectives below this line.
     if not x.queries:
-        return nothing(x, [*edges, heavy], stand_ins)
+        s = stand_ins
+        return no_output(x, [before, after, heavy, *(() if s is None else (s.key, s.value, s.left, s.right))])
     far = heavy.unflatten(1, heads).flatten(2, 3)
     key, value = torch.cat([pad(near, (0, 0, 0, right)), far], 2).split([x.head_dim, x.value_dim], -1)
     position = torch.arange(key.shape[2], device=key.device)
     real = ((position < near.shape[2]) | (position >= near.shape[2] + right)).expand(x.batch, -1)
-    local = Inputs(working(x.query), key, value, x.scale, offset=edges[0].shape[2], valid=real)
+    local = Inputs(working(x.query), key, value, x.scale, offset=before.shape[2], valid=real)
     columns = Columns(index.unflatten(1, heads), used.unflatten(1, heads), most, place)
     return dispatch.attend(Problem(local, Graph(local, reach, columns), stand_ins, plan.weights)).to(x.query.dtype)
 
@@ -89,3 +88,42 @@ def band(plan: Plan) -> tuple[int, int] | None:
     """How far the windows of a plan reach before and after a query."""
     reach = max((part.size for part in plan.parts if isinstance(part, Window)), default=0)
     return (reach // 2, (reach - 1) // 2) if reach else None
+
+
+def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer.
+
+    `tokens`: the number of rows on each rank.
+    """
+    edges = []
+    for count, before in ((left, True), (right, False)):
+        if not count:
+            edges.append(rows[:, :, :0])
+            continue
+        counts = [min(count, n) for n in tokens]
+        sent = counts[comm.rank]
+        part = rows[:, :, rows.shape[2] - sent :] if before else rows[:, :, :sent]
+        gathered = gather(part, max(counts), comm)
+        # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
+        unused = gathered[..., :0].sum() if gathered.requires_grad else 0.0
+        ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
+        beside = torch.cat([rows[:, :, :0], *(gathered[rank, :, :, : counts[rank]] for rank in ranks)], 2)
+        edges.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
+    return edges[0], edges[1]
+
+
+def _columns(
+    kept: KeptKeys, tokens: Sequence[int], near: range, base: Tensor, comm: Communicator
+) -> tuple[Tensor, Tensor]:
+    """The row, on this rank, of every kept key, and which entries are used.
+
+    A key in `near` has its own row. The others follow from `base` (H, 1) on, rank by rank, each with `kept.width` rows.
+    """
+    places = torch.stack(comm.all_gather(pad(kept.index, (0, kept.width - kept.index.shape[-1]))))
+    firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
+    used = torch.arange(kept.width, device=places.device) < kept.counts.unsqueeze(-1)
+    position, used = ((part.movedim(0, 2).flatten(2)) for part in (places + firsts, used))
+    is_near = (position >= near.start) & (position < near.stop)
+    index = torch.where(is_near, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
+    order = marked_places(used)
+    return index.gather(-1, order), used.gather(-1, order)

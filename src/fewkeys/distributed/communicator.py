@@ -1,4 +1,4 @@
-"""What passes between ranks: collectives that end in bounded time, well or with a clear error, and their bytes."""
+"""Collectives that end in bounded time, well or with a clear error, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ TIMEOUT = 60.0
 """Seconds that a rank waits for the others by default."""
 
 GRACE = 1.0
-"""Seconds that a rank in which a collective failed waits for the others to say that it failed there too."""
+"""Seconds that a rank whose collective failed waits for the others to report the same."""
 
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
-
 
 _begun: Counter[str] = Counter()
 """Collectives that this process has begun, by the name of the group."""
@@ -38,17 +37,15 @@ class Communicator:
     """A process group of `torch.distributed` with a timeout and a count of bytes; `group=` of every function here.
 
     Args:
-        group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group, of all ranks.
-        timeout: seconds to wait for the other ranks in one collective. Ranks may reach a call at different times: it
-            must be longer than the longest such delay.
+        group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group.
+        timeout: seconds to wait for the other ranks in one collective; longer than the longest delay between ranks.
 
     Attributes:
         rank, size: this process's number in the group, and the number of processes in it.
-        bytes_sent: payload bytes that this rank has sent since the communicator was made, as ring algorithms send
-            them: `(size - 1) m` for an all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size`
-            for an all-reduce of m bytes. Everything counts, also the headers in which ranks compare their arguments.
-            Every rank counts its own, and all ranks count alike. Frames and acknowledgements of the network do not
-            count. It grows in the backward pass too.
+        bytes_sent: payload bytes that this rank has sent, as ring algorithms send them: `(size - 1) m` for an
+            all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size` for an all-reduce of m bytes.
+            Headers and the backward pass count, frames and acknowledgements of the network do not. All ranks count
+            alike.
 
     Raises:
         RuntimeError: torch was built without torch.distributed, or no process group was initialised.
@@ -91,9 +88,8 @@ class Communicator:
             )
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The entrywise sum or maximum of all ranks' tensors, of the same shape and dtype on each. A new tensor.
-
-        All ranks get the same bits: every entry is reduced in one place.
+        """The entrywise sum or maximum of all ranks' tensors, of the same shape and dtype on each: a new tensor, with
+        the same bits on all ranks.
         """
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         options = dist.AllreduceOptions()
@@ -116,9 +112,8 @@ class Communicator:
         return parts
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
-
-        Rows are padded to the longest part, and the padding counts as sent.
+        """All ranks' tensors in rank order, whose first dimensions may differ. Lengths are sent first, then the rows,
+        padded to the longest part.
         """
         lengths = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device))]
         longest = max(lengths)
@@ -129,7 +124,7 @@ class Communicator:
         return [part[:length] for part, length in zip(self.all_gather(padded), lengths, strict=True)]
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """All ranks' records, of JSON values, in rank order."""
+        """All ranks' records of JSON values, in rank order."""
         device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
         text = json.dumps(record).encode()
         # Spaces up to a round length: the digits of a token count must not show in the bytes sent.
@@ -138,11 +133,10 @@ class Communicator:
         return [json.loads(bytes(part.tolist())) for part in self.all_gather_rows(rows)]
 
     def _run(self, launch: Callable[[], Work], what: str) -> None:
-        """Start a collective and wait for it, the timeout at the longest.
+        """Start a collective and wait for it, for at most the timeout.
 
-        The timeout is the operation's own as well: else it would go on in the background, and with gloo the process
-        could not exit before the backend gave up, after half an hour. The wait needs one because with nccl it would
-        otherwise be the GPU that waits.
+        The operation has the same timeout, or it would go on in the background, and with gloo the process could not
+        exit for half an hour. The wait needs one, because with nccl only the GPU would wait.
         """
         start, reason = time.monotonic(), ""
         self._tell()
@@ -160,16 +154,19 @@ class Communicator:
         )
 
     def _tell(self) -> None:
-        """Write to the store how many collectives this rank has begun: the others wait for the rank that is behind."""
+        """Store how many collectives this rank has begun."""
         _begun[self._name] += 1
         with suppress(Exception):  # without a store the others cannot be informed
             _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
 
     def _missing(self) -> str:
-        """The ranks that have not begun this collective, or have not reported that it failed, by the store."""
+        """The ranks that have not begun this collective, or do not report in time that it failed, by the store."""
+        failed, end = f"{self._name}/failed", time.monotonic() + GRACE
         try:
-            _store().set(f"{self._name}/failed/{self.rank}", str(_begun[self._name]))
-            late, silent = self._behind(self._name), self._silent()
+            _store().set(f"{failed}/{self.rank}", str(_begun[self._name]))
+            late = self._behind(self._name)
+            while (silent := self._behind(failed)) and time.monotonic() < end:
+                time.sleep(GRACE / 20)
             # A late rank may have arrived and reported the failure by now: then it is not the missing one.
             lost = self._behind(self._name) or silent or late
         except Exception:  # any error of a store whose process has ended
@@ -178,21 +175,11 @@ class Communicator:
             return "a rank that had come to it"
         return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
 
-    def _silent(self) -> list[str]:
-        """The ranks that do not report, within the grace period, that this collective failed there."""
-        end = time.monotonic() + GRACE
-        while (silent := self._behind(f"{self._name}/failed")) and time.monotonic() < end:
-            time.sleep(GRACE / 20)
-        return silent
-
     def _behind(self, name: str) -> list[str]:
         """The ranks whose count under this name is not up to this rank's collectives."""
-        store, keys = _store(), [f"{name}/{rank}" for rank in range(self.size)]
-        return [
-            str(rank)
-            for rank, key in enumerate(keys)
-            if not store.check([key]) or int(store.get(key)) < _begun[self._name]
-        ]
+        store, begun = _store(), _begun[self._name]
+        keys = {rank: f"{name}/{rank}" for rank in range(self.size)}
+        return [str(rank) for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < begun]
 
 
 def communicator(group: ProcessGroup | Communicator | None) -> Communicator:

@@ -1,68 +1,27 @@
-"""Statistics of keys whose token axis is split over ranks: Gram matrices are summed over ranks, rows scored where
-they are.
+"""Statistics of keys whose token axis is split over ranks.
 
-A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends d x d
-numbers, however many keys there are (LevAttention, arXiv 2410.05462, distributed setting); for `|s|^p` a d x d matrix
-and a few numbers per head for every step of the Lewis weights.
+A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends D x D
+numbers, however many keys there are; for `|s|^p` a D x D matrix and a few numbers per head for every step of the Lewis
+weights.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fewkeys.core.precision import working
-from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_real
 from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
 from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.gram import gram64, score_rows, whitener
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup
-
-
-class OverRanks(Totals):
-    """Totals over the keys of all ranks; each method is a collective. Gradients flow through sums."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def sum(self, part: Tensor) -> Tensor:
-        total: Tensor = _Sum.apply(part, self.comm)  # type: ignore[no-untyped-call]
-        return total
-
-    def max(self, part: Tensor) -> Tensor:
-        return self.comm.all_reduce(part, "max")
-
-    def logsumexp(self, part: Tensor) -> Tensor:
-        return torch.stack(self.comm.all_gather(part)).logsumexp(0)
-
-    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        parts = torch.stack(self.comm.all_gather(part))
-        return parts[: self.comm.rank].sum(0), parts.sum(0)
-
-    def rows(self, part: Tensor) -> Tensor:
-        return torch.cat(self.comm.all_gather_rows(part.movedim(2, 0))).movedim(0, 2)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks. Every rank's loss depends on it: so gradients are summed over ranks, too."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(gradient), None
 
 
 def leverage_scores(
@@ -73,20 +32,18 @@ def leverage_scores(
     A collective: every rank of the group calls it, with the same arguments apart from `key`.
 
     Args:
-        key: (B, H, N_local, D), this rank's shard of the token axis, shards standing in rank order. N_local may differ
-            between ranks and be 0 on some; everything else about it is the same on all.
+        key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
+            ranks and be 0 on some.
         power, ridge: as in `fewkeys.sketch.leverage.leverage_scores`.
         group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
             default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise. Computed in float64 from Gram matrices whose
-        terms are added in another order than by one process. A score of power 2 differs from its float64 by at most a
-        few `D u kappa^2` in relation, u = 1e-16, kappa the condition number of the keys with columns of equal norm;
-        float32 results are that rounded. (One process computes well-conditioned float32 keys in float32; it is the one
-        that differs, by up to a few `D 6e-8 kappa^2`.) Lewis weights magnify the difference by at most `2 / p` for
-        p <= 2 and `p / 2` for p > 2. Tensor powers differ by 1e-6 at most: their bound counts only where its own
-        rounding is below that.
+        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Relative to those of one
+        process, scores of power 2 differ by a few `D u kappa^2`, u = 1e-16, kappa the condition number of the keys with
+        columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few `D 6e-8 kappa^2`.)
+        Lewis weights magnify the difference by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers differ
+        by at most 1e-6: their bound counts only where its own rounding is below that.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
         `8 B H D^2` bytes for power 2 (one with a ridge), one more per step for Lewis weights, `8 B H m^2` for m
@@ -101,7 +58,7 @@ def leverage_scores(
     comm = communicator(group)
     call = "leverage_scores"
     with checking(comm, call):
-        rows = working(check_shard(comm, "key", key)).detach()
+        rows = check_shard(comm, key)
         power = check_real("power", power, above=0.0)
         ridge = check_real("ridge", ridge)
         if ridge < 0 or (ridge > 0 and power != 2):
@@ -120,9 +77,8 @@ def universal_set(
     """The keys of this rank that belong to the universal set of all ranks' keys.
 
     Together the ranks mark the keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible
-    query, as one process would on the concatenation. Both compute scores in float64 and count a score from
-    `eps (1 - 1e-9)` on: the sets are the same unless a score is within rounding (see `leverage_scores`) of that very
-    number. A collective.
+    query: those of one process, unless a score is within rounding (see `leverage_scores`) of `eps (1 - 1e-9)`, from
+    which on scores count. A collective.
 
     Args:
         key, power, group: as in `leverage_scores` here.
@@ -130,17 +86,14 @@ def universal_set(
 
     Returns:
         bool (B, H, N_local). Over all ranks at most `r / eps` keys per head for p <= 2, r = rank, `r^(p/2) / eps` for
-        p > 2. Bytes and cost as `leverage_scores`.
-
-    Raises:
-        As `leverage_scores`.
+        p > 2. Bytes, cost and errors as `leverage_scores`.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the distributed setting.
     """
     comm = communicator(group)
     call = "universal_set"
     with checking(comm, call):
-        rows = working(check_shard(comm, "key", key)).detach()
+        rows = check_shard(comm, key)
         eps = check_real("eps", eps, above=0.0, below=1.0)
         power = check_real("power", power, above=0.0)
     check_tokens(agree(comm, call, {**described(key), "eps": eps, "power": power}, key.shape[2]))

@@ -10,7 +10,7 @@ As in one process, codes are relative to the first block of all tokens, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
+from fewkeys.core.totals import row_maximum
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.gather import gather
-from fewkeys.distributed.keys import OverRanks
+from fewkeys.distributed.totals import OverRanks, gather
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans, Drop
 from fewkeys.rest.base import RangeStandIns
@@ -32,7 +32,7 @@ from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, s
 
 
 def check_scan(plan: Plan) -> None:
-    """Raise `ValueError` for a plan that has parts besides `KeyScan` that do not work over ranks."""
+    """Raise `ValueError` for a plan whose other parts do not work over ranks."""
     if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
         raise ValueError(
             "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
@@ -40,39 +40,30 @@ def check_scan(plan: Plan) -> None:
         )
 
 
-def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries.
+def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `asked`: the number of queries on each rank.
 
-    `tokens`, `asked`: the number of keys and of queries on each rank. `wanted`: whether any rank needs gradients; then
-    every rank takes part in the backward pass. A rank sends its queries, `B Hq Nq D` numbers. For each query of all
-    ranks it sends 8 bytes a chosen key, and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
+    A rank sends its queries, `B Hq Nq D` numbers. For each query of all ranks it sends 8 bytes a chosen key, and `2 Dv`
+    numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
     """
-    x = inputs
-    query, key, value = (_wanting(rows, wanted) for rows in (x.query, x.key, x.value))
-    every = _of_all(query, asked, comm)
-    nothing = key.detach()[:1, :1, :0].sum()
-    whole = Inputs(
-        every.detach(),
-        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.head_dim),
-        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.value_dim),
-        x.scale,
-        x.is_causal,
-    )
-    shard = _Shard(whole, working(key), working(value), sum(tokens[: comm.rank]), before_block(whole))
+    x, place = inputs, inputs.whole
+    gathered = gather(x.query, max(1, *asked), comm)
+    query = torch.cat([of_rank[:, :, :count] for of_rank, count in zip(gathered, asked, strict=True)], 2)
+    nothing = x.key.detach()[:1, :1, :0].sum()
+    key, value = (nothing.expand(x.batch, x.kv_heads, place.keys, dim) for dim in (x.head_dim, x.value_dim))
+    whole = Inputs(query.detach(), key, value, x.scale, x.is_causal)
+    local = slice(place.first_query, place.first_query + x.queries)
+    shard = _Shard(whole, working(x.key), working(x.value), place.first_key, local)
     with torch.no_grad():
         chosen, places = _choose(shard, plan.scanned, comm)
     means = None
     if isinstance(plan.rest, BlockMeans):
         means = plan.rest.of_totals(whole, shard.totals(comm), None)
-    first = sum(asked[: comm.rank])
-    local = slice(first, first + asked[comm.rank])
-    parts = [shard.scored(every, chosen, places, means, local, start) for start in range(0, whole.queries, BLOCK)]
-    # A rank without keys may have no scores.
-    tops = [pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True) for score, _ in parts]
-    top = comm.all_reduce(torch.cat(tops, 2), "max").split(BLOCK, 2)
+    parts = [shard.scored(query, chosen, places, means, start) for start in range(0, whole.queries, BLOCK)]
+    tops = torch.cat([row_maximum(score.detach()) for score, _ in parts], 2)
     mixed = []
-    for (score, values), highest in zip(parts, top, strict=True):
-        weight = (score - highest).exp()
+    for (score, values), top in zip(parts, comm.all_reduce(tops, "max").split(BLOCK, 2), strict=True):
+        weight = (score - top).exp()
         mixed.append(torch.cat([shard.mix(weight, values), weight.sum(-1, keepdim=True)], -1))
     joined = OverRanks(comm).sum(torch.cat(mixed, 2))[:, :, local]
     return (joined[..., :-1] / positive(joined[..., -1:])).to(x.query.dtype)
@@ -80,15 +71,13 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """This rank's keys and values. `first`: the place of its first key in the whole sequence. `seen` (N,): the number
-    of keys that each query of the sequence chooses from.
-    """
+    """This rank's keys and values. `first`: the place of its first key in the whole sequence; `local`: its queries."""
 
     whole: Inputs
     key: Tensor
     value: Tensor
     first: int
-    seen: Tensor
+    local: slice
 
     @property
     def keys(self) -> int:
@@ -102,24 +91,24 @@ class _Shard:
         return pad(OverRanks(comm).sum(zeros.index_add(2, block, rows)).cumsum(2), (0, 0, 1, 0))
 
     def scored(
-        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, local: slice, start: int
+        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The scores (B, Hq, M, keys) of the block of queries from `start` on, and the values they weigh: those of the
-        queries' own block, of chosen keys and of means. A score is -inf where this rank does not attend. `local`: the
-        range of this rank's queries.
+        """The scores (B, Hq, M, keys) of the block of queries from `start` on, -inf for keys that this rank does not
+        answer for, and the values: of the queries' own block, of chosen keys and of means.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)
         rows = (query[:, :, start:stop] * x.scale).unflatten(1, (x.kv_heads, -1))
-        near = slice(*(min(max(0, place - self.first), self.keys) for place in self._own_block(start, stop)))
+        unchosen = (start, stop) if x.is_causal else (0, 0)  # the places of keys that queries see without choosing
+        near = slice(*(min(max(0, edge - self.first), self.keys) for edge in unchosen))
         place, asking = (torch.arange(n, device=rows.device) for n in (self.keys, stop))
         late = place[near] + self.first > asking[start:, None]
-        far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
-        keys, values = (take(part, far.clamp_min(0)) for part in (self._filled(self.key), self._filled(self.value)))
-        keys, values = (part.unflatten(2, (-1, stop - start)) for part in (keys, values))
+        far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1))
+        at_least_one = (part if self.keys else pad(part, (0, 0, 0, 1)) for part in (self.key, self.value))
+        keys, values = (take(part, far.clamp_min(0)) for part in at_least_one)
         columns = [
             (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
-            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far.view(keys.shape[:-1]) < 0, -torch.inf),
+            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
         ]
         held: tuple[Tensor, ...] = (self.value[:, :, None, near], values)
         if means is not None:
@@ -128,50 +117,40 @@ class _Shard:
             at = (torch.searchsorted(means.edges[step], kept.clamp_min(0), right=True) - 1).clamp_max(means.count - 1)
             size = means.size[:, None, None, None, step].expand(*kept.shape[:-1], -1)
             left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
-            elsewhere = (asking[start:] < local.start) | (asking[start:] >= local.stop)
+            elsewhere = (asking[start:] < self.local.start) | (asking[start:] >= self.local.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
             columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
             held = (*held, means.value[:, :, None, step])
         return torch.cat(columns, -1).flatten(1, 2), held
 
     def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
-        """Values (B, Hq, M, Dv) under weights of what `scored` gave."""
+        """The sums (B, Hq, M, Dv) of the values of `scored` under weights (B, Hq, M, keys)."""
         weight = weight.unflatten(1, (self.whole.kv_heads, -1))
-        near, far, *rest = weight.split([part.shape[-2] for part in values], -1)
+        near, far, *means = weight.split([part.shape[-2] for part in values], -1)
         mixed = near @ values[0] + (far.unsqueeze(-2) @ values[1]).squeeze(-2)
-        for part, means in zip(rest, values[2:], strict=True):
-            mixed = mixed + part @ means
+        if means:
+            mixed = mixed + means[0] @ values[2]
         by_head: Tensor = mixed.flatten(1, 2)
         return by_head
 
-    def _own_block(self, start: int, stop: int) -> tuple[int, int]:
-        """The places of the keys that queries start .. stop - 1 see without choosing."""
-        return (start, min(stop, self.whole.keys)) if self.whole.is_causal else (0, 0)
-
-    def _filled(self, rows: Tensor) -> Tensor:
-        """Rows of this rank, at least one."""
-        return rows if self.keys else pad(rows, (0, 0, 0, 1))
-
-
-def _wanting(rows: Tensor, wanted: bool) -> Tensor:
-    return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
-
-
-def _of_all(rows: Tensor, counts: list[int], comm: Communicator) -> Tensor:
-    """The rows (B, H, n_r, F) of all ranks, (B, H, sum of n_r, F), in working precision."""
-    each = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
-    gathered = gather(rows, each, comm).unflatten(2, (comm.size, -1))
-    return torch.cat([gathered[:, :, rank, :count] for rank, count in enumerate(counts)], 2)
-
 
 def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The keys that queries choose of this rank's, (B, Hq, N, K), and of all ranks', as places in the whole sequence;
-    -1 for none.
+    """The keys of this rank that queries choose, (B, Hq, N, K), and those of all ranks, by their places in the whole
+    sequence; -1 for none.
     """
+    x, seen = shard.whole, before_block(shard.whole)
     head = shard.key[:, :, : max(0, BLOCK - shard.first)].movedim(2, 0)
     codes = encode(shard.key, Frame.of(torch.cat(comm.all_gather_rows(head)).movedim(0, 2)))
     level, sigma = codes.levels()[:, :, : shard.keys], codes.sigma[:, :, : shard.keys]
-    index, score = (torch.cat(part, 2) for part in zip(*_best(shard, level, sigma, count), strict=True))
+    query, place = rounded(x.query, x.scale), torch.arange(shard.keys, device=x.query.device) + shard.first
+    chosen = []
+    for start in range(0, x.queries, BLOCK):
+        part = slice(start, start + BLOCK)
+        score = scores(query[:, :, part], level, sigma).masked_fill(place >= seen[part, None], NONE)
+        index = largest(score, min(count, shard.keys))
+        score = score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE)
+        chosen.append((index, score.to(index.dtype)))
+    index, score = (torch.cat(parts, 2) for parts in zip(*chosen, strict=True))
     offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
     of_all = torch.cat(offered).movedim(0, 3)
     # Stable, and candidates stand by their places: of equal scores the first.
@@ -180,15 +159,3 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     before = sum(len(part) for part in offered[: comm.rank])
     is_local = kept[..., before : before + index.shape[-1]]
     return index.masked_fill(~is_local, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
-
-
-def _best(shard: _Shard, level: Tensor, sigma: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The places among this rank's keys and the scores of the best, for some queries after the others."""
-    query, x = rounded(shard.whole.query, shard.whole.scale), shard.whole
-    place = torch.arange(shard.keys, device=query.device)
-    for start in range(0, x.queries, BLOCK):
-        part = slice(start, start + BLOCK)
-        hidden = place + shard.first >= shard.seen[part, None]
-        score = scores(query[:, :, part], level, sigma).masked_fill(hidden, NONE)
-        index = largest(score, min(count, shard.keys))
-        yield index, score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE).to(index.dtype)

@@ -1,4 +1,7 @@
-"""Two rounds of selection over ranks: every rank chooses among its own keys, then all cut the union to the budget."""
+"""Two rounds of selection over ranks: every rank chooses among its own keys, then all cut the union to the budget.
+
+Only scores are sent.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,23 @@ class KeptKeys:
     index: Tensor
     counts: Tensor
 
+    @property
+    def width(self) -> int:
+        """The largest count of a rank, at least 1."""
+        return max(1, int(self.counts.max()))
+
 
 def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
     """The keys that a rule keeps of all ranks, the same as in one process; `inputs.whole` is the whole sequence."""
     score = rule.score(inputs)
-    return best(score, rule.count, comm) if rule.count is not None else kept_of(score >= (rule.least or 0.0), comm)
+    if rule.count is not None:
+        return best(score, rule.count, comm)
+    kept = score >= (rule.least or 0.0)
+    return KeptKeys(marked_places(kept), torch.stack(comm.all_gather(kept.sum(-1))))
 
 
 def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
-    """The `count` keys of largest score (B, Hkv, N_local) of all ranks.
-
-    Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these. So keys and
-    values are sent of the winners alone, `count` per head over all ranks.
-    """
+    """The `count` keys of largest score (B, Hkv, N_local) of all ranks."""
     local = score.topk(min(count, score.shape[-1]), -1).indices.sort(-1).values
     gathered = comm.all_gather_rows(score.gather(-1, local).movedim(-1, 0))
     candidates = torch.cat(gathered).movedim(0, -1)
@@ -46,8 +53,3 @@ def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
     parts = won.split([part.shape[0] for part in gathered], -1)
     order = marked_places(parts[comm.rank])
     return KeptKeys(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
-
-
-def kept_of(marked: Tensor, comm: Communicator) -> KeptKeys:
-    """The keys that the ranks mark, (B, Hkv, N_local) bool on each."""
-    return KeptKeys(marked_places(marked), torch.stack(comm.all_gather(marked.sum(-1))))

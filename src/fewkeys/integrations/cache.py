@@ -59,10 +59,8 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    check_leaves(leaves)
     layers = _layers(model, plan)
-    if leaves == "int8" and not any(one.scanned for plans, _ in layers for one in plans):
-        raise ValueError(f"leaves: expected None without a layer of KeyScan, got {leaves}")
+    check_leaves(leaves, (one for plans, _ in layers for one in plans))
     return StreamCache(model, layers, leaves or "int8")
 
 

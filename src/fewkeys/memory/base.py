@@ -1,28 +1,30 @@
-"""The interface of a stream's memory, which every kind of memory has."""
+"""The interface of a stream's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import FLOATS
+from fewkeys.memory.checks import Kind
 from fewkeys.plan import Plan
 
 LeafType = Literal["model", "int8"]
 """The form of stored keys and values: the dtype of the model, or int8 with a scale for each row."""
 
 
-def check_leaves(leaves: object) -> None:
-    """Raise `ValueError` for a form of keys and values that is not known; None is the default of the caller."""
+def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
+    """Raise `ValueError` for an unknown form of keys and values, or one that no plan supports."""
     if leaves is not None and leaves not in get_args(LeafType):
         raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
+    if leaves == "int8" and not any(plan.scanned for plan in plans):
+        raise ValueError(f"leaves: expected None for plans without KeyScan, got {leaves}; leave it out")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rules:
     """The plan, the form of stored keys and values, and the number of latest tokens that can always be removed."""
 
@@ -31,14 +33,31 @@ class Rules:
     undo: int
 
 
-class Memory(Protocol):
-    """The memory of sequences that have the same padding. Its tensors are `Fields`, and its tokens have type `dtype`.
+@dataclass(frozen=True)
+class SavedFacts:
+    """What a file says of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
 
-    Every change returns a new memory. The old one may share tensors with it, so it must not be used again.
+    dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
+    moved: int = 0
+
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
+
+
+class Memory(Protocol):
+    """The memory of sequences that have the same padding: a class of `Fields`.
+
+    Every change returns a new memory. The old one, which may share tensors with it, must not be used again.
     """
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def kind(self) -> Kind:
+        """The kind of its tokens."""
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of tokens that `crop` can leave."""
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -49,8 +68,8 @@ class Memory(Protocol):
         """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
 
     @staticmethod
-    def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
-        """The memory of `count` tokens with these `facts()` and `tensors()`; `ValueError` if they are not valid."""
+    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Memory:
+        """The memory of `count` tokens with these facts and tensors of a file; `ValueError` if they are not valid."""
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """Allocate memory for the arguments of `extend`. Raises `MemoryError` before anything has changed."""
@@ -59,11 +78,8 @@ class Memory(Protocol):
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Self, Tensor | None]:
         """The memory with N more tokens, keys (B, Hkv, N, D) and values (B, Hkv, N, Dv), and the outputs (B, Hq, N, Dv)
-        of their queries (B, Hq, N, D), if there are any. `is_large`: the squares of their entries may overflow.
+        of their queries (B, Hq, N, D), if any. `is_large`: squares of entries may overflow.
         """
-
-    def refusal(self, count: int) -> str | None:
-        """The reason why `crop(count)` is impossible; None where it is possible."""
 
     def crop(self, count: int) -> Self:
         """The memory of the first `count` tokens."""
@@ -71,11 +87,8 @@ class Memory(Protocol):
     def merge(self, other: Self) -> Self:
         """The memory of these tokens and then those of `other`, which has the same plan."""
 
-    def template(self) -> tuple[Tensor, Tensor]:
-        """Stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv), for their shapes and device."""
-
     def facts(self) -> dict[str, Any]:
-        """What a file holds beside the tensors, as JSON values."""
+        """The fields of `SavedFacts`."""
 
     def tensors(self, root: str = "") -> dict[str, Tensor]: ...
 
@@ -84,16 +97,8 @@ class Memory(Protocol):
     def bytes(self) -> int: ...
 
 
-def named_dtype(name: str) -> torch.dtype:
-    """The floating dtype of this name in a file; `ValueError` for any other."""
-    kinds = {str(dtype): dtype for dtype in FLOATS}
-    if name not in kinds:
-        raise ValueError(f"expected a dtype of floating-point numbers, got {name}")
-    return kinds[name]
-
-
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
-    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file, their shapes checked against each other."""
+    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file; `ValueError` unless they match each other."""
     key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
     if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
         raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")

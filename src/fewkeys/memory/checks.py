@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.precision import lowered
-from fewkeys.core.validation import check_finite, check_tensor, largest_entries
+from fewkeys.core.validation import check_finite, check_tensor, check_valid, largest_entries
 
 
 class Kind(NamedTuple):
@@ -22,10 +22,16 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @staticmethod
+    def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
+        """The kind of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        batch, heads, _, dim = key.shape
+        return Kind(batch, heads, dim, value.shape[3], dtype, key.device)
+
 
 class NewTokens(NamedTuple):
-    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), `real` (B, N), False for padding (None: all are
-    real), and the largest magnitudes in both.
+    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which of them are `real` (B, N) (None: all), and the
+    largest magnitudes in both.
     """
 
     key: Tensor
@@ -35,8 +41,12 @@ class NewTokens(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        batch, heads, _, dim = self.key.shape
-        return Kind(batch, heads, dim, self.value.shape[3], self.key.dtype, self.key.device)
+        return Kind.of(self.key, self.value, self.key.dtype)
+
+    def select(self, sequences: Tensor | slice, tokens: slice) -> NewTokens:
+        """Some sequences of the batch and some of their tokens."""
+        real = None if self.real is None else self.real[sequences, tokens]
+        return NewTokens(self.key[sequences, :, tokens], self.value[sequences, :, tokens], real, self.largest)
 
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
@@ -47,23 +57,13 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
             f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "
             f"{tuple(v.shape[:3])}, {v.dtype} on {v.device}"
         )
-    real = None
-    if isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == (k.shape[0], k.shape[2]):
-        if not bool(key_mask.all()):
-            real = key_mask.to(k.device)
-            k, v = (tensor.masked_fill(~real[:, None, :, None], 0.0) for tensor in (k, v))
-    elif key_mask is not None:
-        what = f"{key_mask.dtype} {tuple(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask)
-        raise ValueError(f"key_mask: expected a bool tensor {(k.shape[0], k.shape[2])}, got {what}")
+    real = check_valid(None, key_mask, k)
+    if real is not None:
+        k, v = (rows.masked_fill(~real[:, None, :, None], 0.0) for rows in (k, v))
     tokens = NewTokens(k, v, real, largest_entries(k, v))
     if before is not None and tokens.kind != before:
-        new, old = tokens.kind, before
-        name = "key" if (*new[:3], *new[4:]) != (*old[:3], *old[4:]) else "value"
-        sizes = [(*kind[:2], kind.dim if name == "key" else kind.value_dim) for kind in (old, new)]
-        raise ValueError(
-            f"{name}: expected (batch, heads, dim) = {sizes[0]}, {old.dtype} on {old.device} like the tokens before, "
-            f"got {sizes[1]}, {new.dtype} on {new.device}"
-        )
+        name = "value" if tokens.kind._replace(value_dim=before.value_dim) == before else "key"
+        raise ValueError(f"{name}: expected {before} like the tokens before, got {tokens.kind}")
     if not all(map(math.isfinite, tokens.largest)):
         check_finite(key=k, value=v)
     return tokens

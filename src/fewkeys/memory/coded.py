@@ -3,7 +3,7 @@
     rows                 keys and values; converted to int8, if that is asked for, once exact attention is slower
     codes, sigma, sums   of every complete block of 32 keys
 
-The first `exact_length` tokens attend exactly, and all later ones by the plan. So the output of a token does not
+The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan: outputs do not
 depend on the pieces in which tokens come. Keys so large that their squares may overflow are rescaled
 (`fewkeys.core.extent`). A later key may change the scale, so all are coded again at every call.
 """
@@ -21,15 +21,15 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
-from fewkeys.core.records import build
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.validation import largest_entries
 from fewkeys.cost.decoding import exact_length
 from fewkeys.execute import dispatch, exact, native
 from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
-from fewkeys.memory.base import Rules, named_dtype
+from fewkeys.memory.base import Rules, SavedFacts
+from fewkeys.memory.checks import Kind
 from fewkeys.memory.rows import HeldRows
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
@@ -41,19 +41,12 @@ LEAST = 8
 """Blocks for which memory is allocated at first."""
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The content of `Coded.facts`."""
-
-    dtype: str
-
-
 @dataclass(frozen=True, eq=False)
 class Coded(Fields):
     """The memory of `KeyScan` (`fewkeys.memory.base.Memory`).
 
-    A block is coded once, from the stored keys. codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums
-    (B, Hkv, 1 + blocks, D + Dv): the sums of all keys and values before each block, and of all complete blocks.
+    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): the sums of all
+    keys and values before each block, and of all complete blocks.
     """
 
     rules: Rules
@@ -66,8 +59,7 @@ class Coded(Fields):
     is_large: bool = False
     exact_until: int | None = None
     """The number of first tokens that attend exactly; None before the first query."""
-    step: Step | None = None
-    """The prepared call of the last token."""
+    step: _Step | None = None
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -87,8 +79,12 @@ class Coded(Fields):
         return Coded(rules, rows, later, packed, sigma, sums)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
+    def kind(self) -> Kind:
+        return Kind.of(self.rows.key.storage, self.rows.value.storage, self.rows.dtype)
+
+    @property
+    def fewest(self) -> int:
+        return 0
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         total = self.rows.count + key.shape[2]
@@ -108,28 +104,24 @@ class Coded(Fields):
             until = exact_length(self.rules.plan, query, key, value, _one_token)
             memory = replace(memory, exact_until=until)
         first = memory.exact_until - memory.rows.count  # type: ignore[operator]
-        if first <= 0:
-            return memory._extend(query, key, value, scale, by_plan=True)
-        if first >= key.shape[2]:
-            return memory._extend(query, key, value, scale, by_plan=False)
-        (query, later_query), (key, later_key), (value, later_value) = (
-            rows.split([first, rows.shape[2] - first], 2) for rows in (query, key, value)
+        if not 0 < first < key.shape[2]:
+            return memory._extend(query, key, value, scale, by_plan=first <= 0)
+        sizes = [first, key.shape[2] - first]
+        (query, late_query), (key, late_key), (value, late_value) = (
+            rows.split(sizes, 2) for rows in (query, key, value)
         )
         memory, exactly = memory._extend(query, key, value, scale, by_plan=False)
-        memory, by_plan = memory._extend(later_query, later_key, later_value, scale, by_plan=True)
+        memory, by_plan = memory._extend(late_query, late_key, late_value, scale, by_plan=True)
         return memory, torch.cat([exactly, by_plan], 2)
 
     def select(self, index: Tensor) -> Coded:
         return replace(super().select(index), step=None)
 
-    def refusal(self, count: int) -> str | None:
-        return None
-
     def crop(self, count: int) -> Coded:
-        for part in self.rows.buffers:
-            part.count = count
-        for part in (self.codes, self.sigma, self.sums):
-            part.count = min(part.count, count // BLOCK + (part is self.sums))
+        for buffer in self.rows.buffers:
+            buffer.count = count
+        for buffer in (self.codes, self.sigma, self.sums):
+            buffer.count = min(buffer.count, count // BLOCK + (buffer is self.sums))
         return self
 
     def merge(self, other: Coded) -> Coded:
@@ -138,22 +130,19 @@ class Coded(Fields):
         memory.rows.join(other.rows)
         return memory
 
-    def template(self) -> tuple[Tensor, Tensor]:
-        return self.rows.key.rows, self.rows.value.rows
-
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.dtype)}
+        return {"dtype": str(self.rows.dtype)}
 
     @staticmethod
-    def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Coded:
-        rows = HeldRows.checked(tensors, named_dtype(build(_Facts, facts).dtype), "rows.")
+    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
+        rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
         if rows.scale is not None and rules.leaves != "int8":
             raise ValueError("expected keys as they came, got some in int8")
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
         key, value = rows.read(0, count)
         sizes = (0.0, *largest_entries(key, value))
-        large = needs_rescaling(sizes, 1.0, key.shape[3], working(key[:0]).dtype)
+        large = needs_rescaling(sizes, 1.0, key.shape[3], working_dtype(key.dtype))
         memory = replace(Coded.begin(rules, key.to(rows.dtype), value.to(rows.dtype)), is_large=large)
         memory = memory._converted() if rows.scale is not None else memory
         memory.rows.join(rows)
@@ -175,13 +164,23 @@ class Coded(Fields):
             return memory, attend(memory._inputs(query, scale), self.rules.plan.never_exact())
         memory._finish_blocks()
         if query.shape[2] > 1:
-            return memory, dispatch.attend(memory.problem(query, scale))
+            return memory, dispatch.attend(memory._problem(query, scale))
         if memory.step is None or not memory.step.serves(memory, query, scale):
-            memory = replace(memory, step=Step.of(memory, query, scale))
-        return memory, memory.step.attend(memory, query, scale)  # type: ignore[union-attr]
+            problem = memory._problem(query, scale)
+            call = native.repeated(problem)
+            if call is None:
+                return memory, dispatch.attend(problem)
+            memory = replace(memory, step=_Step(query.shape, scale, memory._last_block, memory._held, call))
+        return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
 
-    def held(self) -> tuple[Tensor, ...]:
-        """All buffers that a kernel reads."""
+    @property
+    def _last_block(self) -> int:
+        """The block of the last token."""
+        return (self.rows.count - 1) // BLOCK
+
+    @property
+    def _held(self) -> tuple[Tensor, ...]:
+        """All tensors that a kernel reads."""
         return tuple(buffer.storage for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
@@ -189,13 +188,11 @@ class Coded(Fields):
         offset = key.shape[2] - query.shape[2]
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self.is_large)
 
-    def problem(self, query: Tensor, scale: float) -> Problem:
-        """The problem of the last tokens' queries (B, Hq, N, D), with the codes and sums of all blocks."""
+    def _problem(self, query: Tensor, scale: float) -> Problem:
+        """The problem of the last tokens' queries (B, Hq, N, D)."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
-        packed, sigma = self.codes.rows, self.sigma.rows
-        head, wide = packed.shape[:3], packed.shape[3]
-        codes = Codes(packed.view(*head, wide // 16, 16), sigma.view(*head[:2], head[2] * BLOCK))
+        codes = Codes(self.codes.rows.unflatten(3, (-1, 16)), self.sigma.rows.flatten(2))
         plan, rest = self.rules.plan, self.rules.plan.rest
         scanned = Scanned(inputs, codes, plan.scanned, None if scales is None else scales.rows)
         stand_ins = rest.of_totals(inputs, self.sums.rows, None) if isinstance(rest, BlockMeans) else None
@@ -215,33 +212,21 @@ class Coded(Fields):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """The kernel call of a decoded token. All tokens of a block of 32 see the same codes, sums and ranges.
-
-    `call`: arguments of the kernel that hold for the whole block; None: each token makes its own problem.
+class _Step:
+    """The prepared kernel call of the last token. It serves all tokens of its block, which see the same codes, sums and
+    ranges, as long as the buffers stay the same.
     """
 
     shape: torch.Size
     scale: float
     block: int
     held: tuple[Tensor, ...]
-    call: ScanCall | None
-
-    @staticmethod
-    def of(memory: Coded, query: Tensor, scale: float) -> Step:
-        block = (memory.rows.count - 1) // BLOCK
-        return Step(query.shape, scale, block, memory.held(), native.repeated(memory.problem(query, scale)))
+    call: ScanCall
 
     def serves(self, memory: Coded, query: Tensor, scale: float) -> bool:
-        """Whether the call holds for the next token: it is in the same block, and the buffers are the same."""
-        same = (self.shape, self.scale, self.block) == (query.shape, scale, (memory.rows.count - 1) // BLOCK)
-        return same and all(one is other for one, other in zip(self.held, memory.held(), strict=True))
-
-    def attend(self, memory: Coded, query: Tensor, scale: float) -> Tensor:
-        """The output (B, Hq, 1, Dv) of the last token's query."""
-        if self.call is None:
-            return dispatch.attend(memory.problem(query, scale))
-        return self.call.attend(query, memory.rows.count, memory.rows.count - 1)
+        """Whether the call holds for the next token."""
+        is_same = (self.shape, self.scale, self.block) == (query.shape, scale, memory._last_block)
+        return is_same and all(mine is theirs for mine, theirs in zip(self.held, memory._held, strict=True))
 
     def __deepcopy__(self, memo: object) -> None:
         """None: a copy of the memory has other buffers, and prepares its own call."""
@@ -249,16 +234,12 @@ class Step:
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
     """Two functions that add one token after those of the inputs: one attends exactly, one by the plan."""
-    x, rules = inputs, Rules(plan.never_exact(), "model", 0)
-    memories = [Coded.begin(rules, x.key, x.value) for _ in range(2)]
-    for memory in memories:
-        memory.rows.append(x.key, x.value)
+    x = inputs
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
-    def exactly() -> Tensor:
-        return memories[0]._extend(*token, by_plan=False)[1]
+    def added(by_plan: bool) -> Callable[[], object]:
+        memory = Coded.begin(Rules(plan.never_exact(), "model", 0), x.key, x.value)
+        memory.rows.append(x.key, x.value)
+        return lambda: memory._extend(*token, by_plan=by_plan)[1]
 
-    def by_plan() -> Tensor:
-        return memories[1]._extend(*token, by_plan=True)[1]
-
-    return exactly, by_plan
+    return added(False), added(True)

@@ -2,13 +2,13 @@
 
     appended keys -> near (exact) -> sinks (exact) -> summary: means of everything else
 
-The size depends on the plan alone, not on the length. From the first token on whose entries are so large that sums of
-their squares may overflow (`fewkeys.core.extent`), everything is kept in float64. Rescaling would not do, since later
-entries may be larger still.
+From the first token on whose entries are so large that sums of their squares may overflow (`fewkeys.core.extent`),
+everything is kept in float64. Rescaling would not do, since later entries may be larger still.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,40 +18,31 @@ from torch import Tensor
 
 from fewkeys.core.extent import LARGEST
 from fewkeys.core.fields import DERIVED, Fields
-from fewkeys.core.records import build
+from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.core.weights import Softmax
-from fewkeys.memory.attend import attend
-from fewkeys.memory.base import Rules, named_dtype, named_rows
+from fewkeys.core.weights import Softmax, Weights, positive
+from fewkeys.memory.base import Rules, SavedFacts, named_rows
+from fewkeys.memory.checks import Kind
 from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens
 from fewkeys.plan import Plan
 
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The content of `Constant.facts`."""
-
-    moved: int
-    dtype: str
 
 
 @dataclass(frozen=True, eq=False)
 class Constant(Fields):
     """Memory of a fixed size (`fewkeys.memory.base.Memory`).
 
-    dtype: of the tokens as they come; before: the memories at the ends of the latest units, which the last `undo`
-    tokens need for `crop`.
+    dtype: of the tokens as they come; before: the states at the ends of the latest units, which `crop` needs to remove
+    the last `undo` tokens.
     """
 
     rules: Rules
     parts: Parts
     dtype: torch.dtype
     state: State
-    before: tuple[Constant, ...] = field(default=(), metadata=DERIVED)
+    before: tuple[State, ...] = field(default=(), metadata=DERIVED)
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -62,14 +53,21 @@ class Constant(Fields):
         parts = parts_of(rules.plan)
         return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
 
+    @property
+    def kind(self) -> Kind:
+        return Kind.of(self.state.near.key, self.state.near.value, self.dtype)
+
+    @property
+    def fewest(self) -> int:
+        return self.before[0].moved if self.before else self.state.moved
+
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """This memory does not grow."""
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:
-        """One unit after the other."""
-        memory = self.changed(_to_float64) if is_large and not self._is_float64 else self
+        memory = self._in_float64() if is_large else self
         parts, outputs, done = self.parts, [], 0
         key, value = (rows.to(memory.state.near.key.dtype) for rows in (key, value))
         while done < key.shape[2]:
@@ -79,26 +77,17 @@ class Constant(Fields):
             rows = None
             if query is not None:
                 rows = query[:, :, done:stop].to(state.unit_queries.dtype).unflatten(1, (key.shape[1], -1)) * scale
-            state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, sinks=parts.sinks)
+            state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, parts.sinks)
             if rows is not None:
-                outputs.append(attend(state, parts, self.rules.plan.weights, rows))
+                outputs.append(_attend(state, parts, self.rules.plan.weights, rows))
             memory, done = replace(memory, state=state), stop
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
-    def refusal(self, count: int) -> str | None:
-        if count >= self.state.moved or any(before.state.moved <= count for before in self.before):
-            return None
-        return (
-            f"expected at least {self.state.moved} tokens to stay: what came before is summarised by units of "
-            f"{self.parts.unit} positions and cannot be undone"
-        )
-
     def crop(self, count: int) -> Constant:
-        memory = self
-        while count < memory.state.moved:
-            *earlier, last = memory.before
-            memory = replace(last, before=tuple(earlier))
-        return replace(memory, state=memory.state.crop(count))
+        state, before = self.state, [*self.before]
+        while count < state.moved:
+            state = before.pop()
+        return replace(self, state=state.crop(count), before=tuple(before))
 
     def merge(self, other: Constant) -> Constant:
         raise ValueError(
@@ -106,75 +95,105 @@ class Constant(Fields):
             "fixed size cannot be joined; append the tokens themselves"
         )
 
-    def template(self) -> tuple[Tensor, Tensor]:
-        return self.state.near.key, self.state.near.value
-
     def facts(self) -> dict[str, Any]:
         return {"moved": self.state.moved, "dtype": str(self.dtype)}
 
     @staticmethod
-    def restored(rules: Rules, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Constant:
-        saved, (key, value) = build(_Facts, facts), named_rows(tensors, "state.near.")
-        dtype = named_dtype(saved.dtype)
+    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Constant:
+        dtype, (key, value) = facts.torch_dtype(), named_rows(tensors, "state.near.")
         if key.dtype not in (dtype, torch.float64):
             raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")
         empty = Constant.begin(rules, key, value)
-        _check(tensors, count, saved.moved, empty)
+        _check(tensors, count, facts.moved, empty)
         memory = empty.with_tensors(tensors)
         near = replace(memory.state.near, first=count - key.shape[2])
-        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=saved.moved, near=near))
-        return memory if memory._is_float64 or not _hold_large(tensors) else memory.changed(_to_float64)
+        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=facts.moved, near=near))
+        return memory._in_float64() if _hold_large(tensors) else memory
 
-    @property
-    def _is_float64(self) -> bool:
-        return self.state.near.key.dtype == torch.float64
-
-    @property
-    def _tilted(self) -> bool:
-        return isinstance(self.rules.plan.weights, Softmax)
+    def _in_float64(self) -> Constant:
+        if self.state.near.key.dtype == torch.float64:
+            return self
+        return self.changed(lambda part: part.double() if part.is_floating_point() else part)
 
     def _begin_unit(self) -> Constant:
-        """If a unit begins here: evicted keys enter the summary, and near keys that no query needs are removed."""
+        """If a unit begins here: evicted keys enter the summary, and near tokens that no query needs are removed."""
         parts, state, before = self.parts, self.state, self.before
-        start = state.length
-        if start == state.moved or start % parts.unit:
+        place = state.length
+        if place == state.moved or place % parts.unit:
             return self
         if self.rules.undo:
-            now = replace(self, before=())
-            before = (*(old for old in before if old.state.length > start - self.rules.undo), now)
-        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start))
-        state = state.advance(evicted, tilted=self._tilted)
-        return replace(self, state=state.trim(parts.needed_from(start)), before=before)
-
-    def _evicted(self, start: int, stop: int) -> Tokens:
-        """The near tokens at places start .. stop - 1 that are not sinks; none if the plan has no means."""
-        near = self.state.near.between(start, stop if self.parts.means else start)
-        return near.tokens().without(self.state.sinks.tokens())
+            before = (*(old for old in before if old.length > place - self.rules.undo), state)
+        tilted = isinstance(self.rules.plan.weights, Softmax)
+        state = state.advance(parts.near_from(place - 1), parts.near_from(place), tilted=tilted)
+        near = state.near.between(parts.needed_from(place), place)
+        return replace(self, state=replace(state, near=near), before=before)
 
 
-def _to_float64(part: Tensor) -> Tensor:
-    return part.double() if part.is_floating_point() else part
+def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
+    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D).
+
+    The tokens are of one unit. Cost O(M slots (D + Dv)).
+    """
+    near, sinks, summary, rows = state.near, state.sinks, state.summary, query.flatten(2, 3)
+    shape, tilted = query.shape[2:4], isinstance(weights, Softmax)
+
+    def scores(key: Tensor) -> Tensor:
+        by_query: Tensor = (rows @ working(key).mT).unflatten(2, shape)
+        return by_query
+
+    places = torch.arange(state.length - shape[1], state.length, device=query.device)[:, None]
+    seen = _seen(state, parts, places)
+    sources = [(scores(near.key).masked_fill_(~seen, -math.inf), near.value)]
+    if sinks.count:
+        hidden = torch.arange(sinks.count, device=query.device) > places
+        # Sinks that are near tokens, too, count once.
+        hidden[:, near.first :] |= seen[:, : max(0, sinks.count - near.first)]
+        sources.append((scores(sinks.key).masked_fill_(hidden, -math.inf), sinks.value))
+    if summary.count:
+        bias = summary.excess if tilted else summary.size.log().clamp_max(0.0)
+        sources.append((scores(summary.key) + bias[:, :, None, None], summary.value))
+    weight = weights.kernel([score for score, _ in sources])
+    if summary.count and not tilted:
+        weight[-1] = weight[-1] * summary.size[:, :, None, None]
+    mixed, total = torch.zeros_like(rows[..., :1]), torch.zeros_like(rows[..., :1])
+    for (_, value), of_source in zip(sources, weight, strict=True):
+        flat = of_source.flatten(2, 3)
+        mixed, total = mixed + flat @ working(value), total + flat.sum(-1, keepdim=True)
+    output: Tensor = (mixed / positive(total)).unflatten(2, shape).flatten(1, 2)
+    return output
+
+
+def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
+    """(M, near): the near tokens that the queries at `places` (M, 1) see."""
+    place = torch.arange(state.near.first, state.near.stop, device=places.device)
+    seen = place > places - parts.window
+    if parts.recent is not None:
+        seen |= place >= parts.near_from(state.length - len(places))
+    return seen & (place <= places)
 
 
 def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:
-    """`ValueError` where tensors are not memory of such a plan: kernels trust every shape and place in it."""
+    """`ValueError` where tensors are not memory of such a plan: kernels trust every shape."""
     parts, since = empty.parts, length - moved
     if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
         raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
     near, queries = tensors["state.near.key"].shape[2], tensors["state.unit_queries"]
     if not length - parts.needed_from(moved) <= near <= length:
         raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
-    counts = {"state.near.": near, "state.sinks.": min(parts.sinks, length)}
-    forms: dict[str, Form] = {}
+    in_near, in_sinks = {2: near}, {2: min(parts.sinks, length)}
+    sizes: dict[str, dict[int, int]] = {
+        "state.near.key": in_near,
+        "state.near.value": in_near,
+        "state.sinks.key": in_sinks,
+        "state.sinks.value": in_sinks,
+        "state.unit_queries": {2: max(1, queries.shape[2]) if queries.ndim > 2 else 1, 3: since},
+        "state.has_query": {1: since},
+    }
+    forms = {}
     for name, like in empty.tensors().items():
-        count = next((count for root, count in counts.items() if name.startswith(root)), None)
-        shape = like.shape if count is None else (*like.shape[:2], count, *like.shape[3:])
-        forms[name] = Form(tuple(shape), like.dtype, infinite=name == "state.summary.excess")
-    head = forms["state.unit_queries"].shape
-    ratio = max(1, queries.shape[2]) if queries.ndim > 2 else 1
-    forms["state.unit_queries"] = forms["state.unit_queries"]._replace(shape=(*head[:2], ratio, since, head[4]))
-    forms["state.has_query"] = forms["state.has_query"]._replace(shape=(head[0], since))
-    forms |= {name: forms[name]._replace(least=0) for name in _COUNTS}
+        shape = tuple(sizes.get(name, {}).get(axis, size) for axis, size in enumerate(like.shape))
+        least = 0.0 if name in _COUNTS else -math.inf
+        forms[name] = Form(shape, like.dtype, least, infinite=name == "state.summary.excess")
     check(tensors, forms)
     size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]
     if not torch.equal(excess.isinf(), size == 0) or bool((excess == torch.inf).any()):
@@ -186,14 +205,7 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
 
 
 def _hold_large(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether rows in such memory, or sums of their squares, are so large that it must be held in float64."""
-    log = {
-        "key": LARGEST,
-        "value": LARGEST,
-        "rows": LARGEST,
-        "unit_queries": LARGEST,
-        "total": LARGEST,
-        "square": 2 * LARGEST,
-    }
+    """Whether rows, or sums of their squares, are so large that memory must be in float64."""
+    log = dict.fromkeys(("key", "value", "rows", "unit_queries", "total"), LARGEST) | {"square": 2 * LARGEST}
     limits = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
     return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in limits)

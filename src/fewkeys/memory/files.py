@@ -12,8 +12,10 @@ from torch import Tensor
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
+from fewkeys.memory.base import LeafType, SavedFacts
 
 FORMAT = 5
+
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
 """The errors that damaged contents of a file may cause."""
 
@@ -27,16 +29,16 @@ class GroupFacts:
 
     plan: int
     gaps: list[list[int]]
-    held: dict[str, Any]
+    held: SavedFacts
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The plans as `Plan.to_dict` gives them, the scale, the form of leaves, the number of tokens, and all groups."""
+    """The plans by `Plan.to_dict`, the scale, the form of leaves, the number of tokens, and all groups."""
 
     plans: list[dict[str, Any]]
     scale: float | None
-    leaves: str | None
+    leaves: LeafType | None
     length: int
     groups: list[GroupFacts]
 
@@ -55,13 +57,13 @@ class _Header:
 
 
 def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
-    """Write the contents of streams to one file, completely or not at all."""
-    tensors = {f"{number}/{name}": part for number, (_, held) in enumerate(streams) for name, part in held.items()}
+    """Write streams to one file, completely or not at all."""
+    tensors = {f"{number}/{name}": part for number, (_, saved) in enumerate(streams) for name, part in saved.items()}
     tensor_files.write(path, kind, {"format": FORMAT, "streams": [facts for facts, _ in streams]}, tensors)
 
 
 def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str, Tensor]]]:
-    """The contents of all streams of a file; `ValueError` if it is damaged or of another kind."""
+    """All streams of a file; `ValueError` if it is damaged or of another kind."""
     header, tensors = tensor_files.read(path, kind)
     streams = [(facts, taken(tensors, f"{number}/")) for number, facts in enumerate(build(_Header, header).streams)]
     if tensors:
@@ -70,5 +72,5 @@ def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str,
 
 
 def taken(tensors: dict[str, Tensor], root: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `root`, by the rest of their names; they are removed from `tensors`."""
+    """The tensors whose names begin with `root`, by the rest of their names, removed from `tensors`."""
     return {name.removeprefix(root): tensors.pop(name) for name in [*tensors] if name.startswith(root)}

@@ -1,6 +1,6 @@
 """Groups of a stream: the sequences and key heads that have the same plan and the same padding.
 
-Memory receives real tokens only, and positions count these. So the outputs of a sequence do not depend on its padding.
+Memory receives real tokens only, and positions count these, so outputs do not depend on padding.
 """
 
 from __future__ import annotations
@@ -46,18 +46,14 @@ class Group:
         return self.rows[:, None, None], heads[:, None], inside
 
     def padded(self, real: Tensor, first: int) -> Group:
-        """The group with the padding of further tokens, `real` (B, N), which begin at place `first`."""
+        """The group with the padding of further tokens, from place `first` on; `real` (B, N)."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
-
-    def count(self, length: int) -> int:
-        """The number of real tokens among the first `length`."""
-        return real_tokens(self.gaps, length)
 
     def crop(self, length: int) -> Group:
         """The group without the tokens from place `length` on."""
         gaps = tuple((start, min(stop, length)) for start, stop in self.gaps if start < length)
-        return replace(self, gaps=gaps, memory=self.memory.crop(self.count(length)))
+        return replace(self, gaps=gaps, memory=self.memory.crop(real_tokens(self.gaps, length)))
 
     def select(self, index: Tensor) -> Group | None:
         """The group with the sequences `index` of the batch; None if it has none of them."""
@@ -87,7 +83,7 @@ def joined(before: Gaps, after: Gaps) -> Gaps:
 
 
 def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
-    """The gaps of a file; `ValueError` unless they are in order and within `length` places."""
+    """The gaps of a file; `ValueError` unless they rise within `length` places."""
     edges = [place for gap in gaps for place in gap]
     if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
         raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")

@@ -10,15 +10,12 @@ from fewkeys.select.base import Recent
 NEVER = 2**62
 """A position that no sequence reaches."""
 WINDOW_UNIT = 32
-"""Under a window, the memory changes once for so many positions."""
+"""`Parts.unit` without recent blocks."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The numbers of a plan that a stream needs.
-
-    `unit`: the memory changes once for so many positions; all queries of a unit see the same memory.
-    """
+    """The numbers of a plan that a stream needs. All queries of a `unit` of positions see the same memory."""
 
     window: int
     recent: Recent | None
@@ -46,10 +43,10 @@ def parts_of(plan: Plan) -> Parts:
     window = sinks = 0
     recent: Recent | None = None
     for part in plan.parts:
-        held = part.remembered
-        if held is None or held.scan or (held.recent is not None and recent is not None):
+        past = part.remembered
+        if past is None or past.scan or (past.recent is not None and recent is not None):
             raise ValueError(f"plan: a stream keeps one RecentBlocks or a Window, and Sinks beside it, got {part}")
-        window, sinks, recent = max(window, held.latest), max(sinks, held.first), held.recent or recent
+        window, sinks, recent = max(window, past.latest), max(sinks, past.first), past.recent or recent
     if plan.rest.running is None:
         raise ValueError(
             f"plan: a stream remembers the rest as RunningMeans(count) or drops it, got {plan.rest}; "

@@ -1,7 +1,6 @@
 """Stored keys and values, in the dtype in which they come or in int8.
 
-In int8 a key k is `round(k / s)` with its own scale `s = max |k| / 127` in float32, so it is wrong by s / 2 at most.
-Values are stored in the same way.
+In int8 a key or value x is `round(x / s)` with its own scale `s = max |x| / 127` in float32: an error of at most s / 2.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.fields import Buffer, Fields
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.memory.base import LeafType, named_rows
 
@@ -30,14 +29,12 @@ class HeldRows(Fields):
     dtype: torch.dtype
     key: Buffer
     value: Buffer
-    scale: Buffer | None
+    scale: Buffer | None = None
 
     @staticmethod
     def empty(leaves: LeafType, key: Tensor, value: Tensor) -> HeldRows:
         """No tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
-        rows = _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")
-        buffers = [None if part is None else Buffer(part) for part in rows]
-        return HeldRows(key.dtype, *buffers)  # type: ignore[arg-type]
+        return HeldRows(key.dtype, *map(Buffer, _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")))
 
     @property
     def count(self) -> int:
@@ -54,11 +51,8 @@ class HeldRows(Fields):
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add tokens."""
-        key, value, scale = _stored(key, value, self.scale is not None)
-        self.key.append(key)
-        self.value.append(value)
-        if self.scale is not None and scale is not None:
-            self.scale.append(scale)
+        for buffer, rows in zip(self.buffers, _stored(key, value, self.scale is not None), strict=True):
+            buffer.append(rows)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The keys and values of some tokens; those in int8 are converted to working precision."""
@@ -66,8 +60,8 @@ class HeldRows(Fields):
         key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
         if self.scale is None:
             return key, value
-        kind, scale = working(torch.empty(0, dtype=self.dtype)).dtype, self.scale.rows[:, :, part]
-        return key.to(kind) * scale[..., :1], value.to(kind) * scale[..., 1:]
+        dtype, scale = working_dtype(self.dtype), self.scale.rows[:, :, part]
+        return key.to(dtype) * scale[..., :1], value.to(dtype) * scale[..., 1:]
 
     def join(self, other: HeldRows) -> None:
         """Append the tokens of `other`."""
@@ -82,19 +76,19 @@ class HeldRows(Fields):
         """The rows in the tensors of a file, which came in `dtype`; `ValueError` if they are not valid."""
         key, value = named_rows(tensors, root)
         scale = tensors.get(f"{root}scale")
-        forms = {root + name: Form(tuple(rows.shape), dtype) for name, rows in (("key", key), ("value", value))}
+        form = Form((None,) * 4, dtype) if scale is None else Form((None,) * 4, torch.int8, -LARGEST)
+        forms = {f"{root}key": form, f"{root}value": form}
         if scale is not None:
-            forms = {name: form._replace(dtype=torch.int8, least=-LARGEST) for name, form in forms.items()}
             forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
         check(tensors, forms)
-        buffers = (None if rows is None else Buffer(rows, key.shape[2]) for rows in (key, value, scale))
-        return HeldRows(dtype, *buffers)  # type: ignore[arg-type]
+        stored = (key, value) if scale is None else (key, value, scale)
+        return HeldRows(dtype, *(Buffer(rows, key.shape[2]) for rows in stored))
 
 
-def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values in the form in which they are stored, and their scales."""
+def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:
+    """Keys and values in the form in which they are stored, and in int8 their scales."""
     if not in_int8:
-        return key, value, None
+        return key, value
     (key, of_key), (value, of_value) = _rounded(key), _rounded(value)
     return key, value, torch.cat([of_key, of_value], -1)
 

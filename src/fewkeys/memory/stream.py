@@ -1,15 +1,13 @@
 """Streams: append keys and values, attend with their queries, and keep what later queries may need.
 
-    Stream    checks arguments, keeps appended tokens until their queries come, divides the batch into groups, saves
-    Memory    holds the tokens of a group: `Constant` in a fixed size, or `Coded`, which keeps every key and its code
-
-A query attends to the same keys as under `attention(..., plan=plan, is_causal=True)`.
+Stream   checks arguments, keeps appended tokens until their queries come, divides the batch into groups, saves
+Memory   holds the tokens of a group: `Constant` in a fixed size, or `Coded`, which keeps every key and its code
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -41,8 +39,8 @@ def stream(
         plan: `KeyScan` alone, with `BlockMeans` or `Drop`: the stream keeps every key. Or `RecentBlocks` or `Window`,
             with or without `Sinks`, and with `RunningMeans` or `Drop`: its memory has a fixed size.
         scale: factor on the scores; default 1 / sqrt(D).
-        leaves: the form in which a stream of a `KeyScan` keeps keys and values: "model", the default, in the dtype in
-            which they come, or "int8", with a scale for each key and each value.
+        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, in the dtype in which they
+            come, or "int8", with a scale for each key and each value.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
@@ -63,7 +61,7 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
         KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
 
-    `undo`: the number of latest tokens that `crop` can always remove. It takes the memory of one or two more units. No
+    `undo`: the number of latest tokens that `crop` can always remove, for the memory of one or two more units. No
     gradients.
     """
 
@@ -77,18 +75,15 @@ class Stream:
     ) -> None:
         self.plan, self.leaves = plan, leaves
         self.scale = None if scale is None else check_real("scale", scale)
-        plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
-        self._plans: dict[Plan, list[int]] = {}
-        """Each distinct plan with its key heads; [0] where one plan serves all heads."""
-        for head, one in enumerate(plans):
-            _memory_class(one).check(one)
-            self._plans.setdefault(one, []).append(head)
-        self._by_head = len(plans) if len(plans) > 1 else 0
-        """The number of key heads where each has a plan; 0 where one plan serves all heads."""
-        check_leaves(leaves)
-        if leaves == "int8" and not any(one.scanned for one in plans):
-            raise ValueError(f"leaves: expected None for a plan without KeyScan, whose memory is fixed, got {leaves}")
-        self._rules = [Rules(one, leaves or "model", undo) for one in self._plans]
+        self._plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
+        for head_plan in self._plans:
+            _memory_class(head_plan).check(head_plan)
+        check_leaves(leaves, self._plans)
+        self._heads: dict[Rules, list[int]] = {}
+        """The key heads of each distinct plan; none where one plan serves all heads."""
+        for head, head_plan in enumerate(self._plans):
+            heads = self._heads.setdefault(Rules(head_plan, leaves or "model", undo), [])
+            heads += [head] if len(self._plans) > 1 else []
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._processed = 0
@@ -102,20 +97,19 @@ class Stream:
     @property
     def batch(self) -> int | None:
         """Sequences in the batch; None before the first token."""
-        kind = self._kind if self._pending is None else self._pending.kind
-        return None if kind is None else kind.batch
+        return None if self._kind is None else self._kind.batch
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
 
         Tokens of an earlier `append` that no `attend` followed are added without queries.
         """
-        tokens = check_tokens(key, value, key_mask, self._kind if self._pending is None else self._pending.kind)
-        heads = tokens.kind.heads
-        if self._by_head not in (0, heads):
-            raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {self._by_head}")
+        tokens = check_tokens(key, value, key_mask, self._kind)
+        heads, plans = tokens.kind.heads, len(self._plans)
+        if plans not in (1, heads):
+            raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {plans}")
         self._flush_pending()
-        self._pending = tokens
+        self._pending, self._kind = tokens, tokens.kind
 
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
@@ -127,29 +121,27 @@ class Stream:
         self._pending = None
         first = tokens.key.shape[2] - query.shape[2]
         if first:
-            self._extend(None, 0.0, _part(tokens, slice(0, first)))
-            tokens = _part(tokens, slice(first, None))
+            self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
+            tokens = tokens.select(slice(None), slice(first, None))
         return cast("Tensor", self._extend(query, largest, tokens))
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
-        if self._pending is not None:
-            key, value, real, largest = self._pending
-            self._pending = NewTokens(key[index], value[index], None if real is None else real[index], largest)
         if self._kind is None:
             return
-        index = index.to(self._groups[0].rows.device)
+        index = index.to(self._kind.device)
         if torch.equal(index, torch.arange(self._kind.batch, device=index.device)):  # beam search often keeps the order
             return
-        groups = (group.select(index) for group in self._groups)
-        self._groups = [group for group in groups if group is not None]
+        if self._pending is not None:
+            self._pending = self._pending.select(index, slice(None))
+        self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
         self._kind = self._kind._replace(batch=len(index))
 
     def crop(self, length: int) -> None:
         """Remove the tokens from position `length` on.
 
-        The last `undo` tokens can be removed, and all tokens of the current unit, which has not changed the summary
-        yet. A stream of a `KeyScan` can remove any number of tokens. Raises `ValueError` for more.
+        The last `undo` tokens can be removed, and all tokens of the current unit; by a stream of a `KeyScan` any number
+        of tokens. Raises `ValueError` for more.
         """
         self.check_crop(length)
         if length < self.length:
@@ -162,19 +154,17 @@ class Stream:
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
         for group in self._groups:
-            if (reason := group.memory.refusal(group.count(length))) is not None:
+            if real_tokens(group.gaps, length) < group.memory.fewest:
                 raise ValueError(
-                    f"length: {reason}; got {length} after {self.length}. Save the stream before tokens that may be "
-                    "taken back"
+                    f"length: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
+                    f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
                 )
 
     @full_precision()
     @torch.no_grad()
     def merge(self, other: Stream) -> None:
-        """Append the tokens of `other`, a stream of the same plan.
-
-        The outputs that `other` gave for them were computed without the tokens of this stream. Raises `ValueError` for
-        memory of a fixed size, for another plan or other shapes.
+        """Append the tokens of `other`, a stream of the same plan. It has answered their queries without the tokens of
+        this stream. Raises `ValueError` for memory of a fixed size, another plan or other shapes.
         """
         self._flush_pending()
         other._flush_pending()
@@ -186,9 +176,8 @@ class Stream:
             self._begin(other._kind)
         if self._kind != other._kind:
             raise ValueError(f"other: expected tokens like {self._kind}, got {other._kind}")
-        pairs = ((a, b) for a in self._groups for b in other._groups if a.plan == b.plan)
-        merged = [a.merge(b, self.length) for a, b in pairs]
-        self._groups = [group for group in merged if group is not None]
+        pairs = [(a, b) for a in self._groups for b in other._groups if a.plan == b.plan]
+        self._groups = [merged for a, b in pairs if (merged := a.merge(b, self.length)) is not None]
         self._processed += other.length
 
     def memory(self) -> int:
@@ -201,16 +190,13 @@ class Stream:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`. `ValueError` for a damaged file or one of another kind: all of it
-        is checked before it is used.
-        """
+        """The stream that `save` wrote, on `device`. `ValueError` for a damaged file or one of another kind."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
             ((facts, tensors),) = files.read(path, "stream")
             plans = [Plan.from_dict(plan) for plan in facts.plans]
-            leaves = cast("LeafType | None", facts.leaves)
-            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=leaves)
+            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=facts.leaves)
             return loaded.restore(facts, tensors, device)
         except files.FAULTS as error:
             raise ValueError(
@@ -218,74 +204,72 @@ class Stream:
             ) from None
 
     def contents(self) -> files.Contents:
-        """The header and the tensors of the stream's file."""
+        """What `save` writes."""
         self._flush_pending()
-        plans = [self.plan] if isinstance(self.plan, Plan) else self.plan
-        facts = {"plans": [plan.to_dict() for plan in plans], "scale": self.scale, "leaves": self.leaves}
-        groups = [{"plan": one.plan, "gaps": one.gaps, "held": one.memory.facts()} for one in self._groups]
+        facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
+        groups = []
         tensors: dict[str, Tensor] = {}
         for number, group in enumerate(self._groups):
+            groups.append({"plan": group.plan, "gaps": group.gaps, "held": group.memory.facts()})
             tensors |= {f"{number}.rows": group.rows} | group.memory.tensors(str(number))
         return facts | {"length": self.length, "groups": groups}, tensors
 
     def restore(self, facts: files.Facts, tensors: Mapping[str, Tensor], device: Any) -> Stream:
-        """This stream, which has no tokens yet, with the contents of a file. Raises one of `files.FAULTS` for contents
-        of other plans or damaged ones.
-        """
-        wanted = [self.plan] if isinstance(self.plan, Plan) else [*self.plan]
+        """This empty stream with the contents of a file. Raises one of `files.FAULTS` unless they fit its plans."""
         saved = [Plan.from_dict(plan) for plan in facts.plans]
-        if saved != wanted or facts.leaves != self.leaves:
-            show = str if [*map(str, saved)] != [*map(str, wanted)] or facts.leaves != self.leaves else repr
-            expected = _named([*map(show, wanted)], self.leaves)
+        if saved != [*self._plans] or facts.leaves != self.leaves:
+            show = str if _named(self._plans, self.leaves, str) != _named(saved, facts.leaves, str) else repr
             raise ValueError(
-                f"expected {expected}, got {_named([*map(show, saved)], facts.leaves)}; give the plan and leaves under "
-                "which the file was saved"
+                f"expected {_named(self._plans, self.leaves, show)}, got {_named(saved, facts.leaves, show)}; give the "
+                "plan and leaves under which the file was saved"
             )
-        left, groups, plans = dict(tensors), [], list(self._plans.items())
+        left, groups, plans = dict(tensors), [], [*self._heads.items()]
         for number, group_facts in enumerate(facts.groups):
-            held = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
-            rows, gaps = checked_rows(held.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
-            (plan, heads), rules = plans[group_facts.plan], self._rules[group_facts.plan]
-            memory = _memory_class(plan).restored(rules, real_tokens(gaps, facts.length), group_facts.held, held)
-            key = memory.template()[0]
-            heads = heads if self._by_head else [*range(key.shape[1])]
-            if key.shape[:2] != (len(rows), len(heads)):
-                raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {[*key.shape[:2]]}")
+            of_group = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
+            rows, gaps = checked_rows(of_group.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
+            rules, heads = plans[group_facts.plan]
+            tokens = real_tokens(gaps, facts.length)
+            memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, of_group)
+            kind = memory.kind
+            heads = heads or [*range(kind.heads)]
+            if (kind.batch, kind.heads) != (len(rows), len(heads)):
+                raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {kind.batch, kind.heads}")
             groups.append(Group(group_facts.plan, torch.tensor(heads, device=rows.device), rows, gaps, memory))
-        batch = len({row for group in groups for row in group.rows.tolist()})
-        places = sorted((group.plan, row) for group in groups for row in group.rows.tolist())
-        if left or places != [(plan, row) for plan in range(len(plans) if groups else 0) for row in range(batch)]:
+        places = [(group.plan, row) for group in groups for row in group.rows.tolist()]
+        batch = len({row for _, row in places})
+        if left or sorted(places) != [(plan, row) for plan in range(len(plans)) for row in range(batch)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
-        kinds = {_token_kind(group.memory, batch, self._by_head) for group in groups}
+        all_kinds = (group.memory.kind for group in groups)
+        kinds = {kind._replace(batch=batch, heads=max(kind.heads, len(self._plans))) for kind in all_kinds}
         if len(kinds) > 1 or (facts.length and not kinds):  # a stream that was cropped to nothing has none
             raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
         self._groups, self._processed, self._kind = groups, facts.length, next(iter(kinds), None)
         return self
 
     def _flush_pending(self) -> None:
-        """Add the tokens of the last `append` without queries, if no `attend` followed it."""
+        """Add tokens that no `attend` followed."""
         if self._pending is not None:
             tokens, self._pending = self._pending, None
             self._extend(None, 0.0, tokens)
 
     def _begin(self, kind: Kind) -> None:
         """Make empty memories for tokens of this kind."""
-        rows, whole = torch.arange(kind.batch, device=kind.device), [*range(kind.heads)]
-        for number, (plan, heads) in enumerate(self._plans.items()):
-            heads = heads if self._by_head else whole
+        rows = torch.arange(kind.batch, device=kind.device)
+        for number, (rules, heads) in enumerate(self._heads.items()):
+            heads = heads or [*range(kind.heads)]
             key, value = (
                 torch.empty((kind.batch, len(heads), 0, dim), dtype=kind.dtype, device=kind.device)
                 for dim in (kind.dim, kind.value_dim)
             )
-            memory = _memory_class(plan).begin(self._rules[number], key, value)
+            memory = _memory_class(rules.plan).begin(rules, key, value)
             self._groups.append(Group(number, torch.tensor(heads, device=kind.device), rows, (), memory))
         self._kind = kind
 
     @full_precision()
     @torch.no_grad()
     def _extend(self, query: Tensor | None, largest: float, new: NewTokens) -> Tensor | None:
-        """Add tokens to all memories. Returns the outputs of their queries, if there are any."""
-        if self._kind is None:
+        """Add tokens to all memories; the outputs of their queries, if there are any."""
+        if not self._groups:
             self._begin(new.kind)
         key, value, real, (of_key, of_value) = new
         scale = key.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -298,7 +282,7 @@ class Stream:
                 self._groups = [replace(group, memory=memory)]
             self._processed += key.shape[2]
             return output
-        groups = self._groups if real is None else [part for one in self._groups for part in one.by_padding(real)]
+        groups = self._groups if real is None else [part for group in self._groups for part in group.by_padding(real)]
         ratio = 1 if query is None else query.shape[1] // key.shape[1]
         tokens = []
         for group in groups:
@@ -317,24 +301,12 @@ class Stream:
         return output
 
 
-def _named(plans: Sequence[str], leaves: str | None) -> str:
+def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
     """The plan, or the plan of each key head, and the form of stored keys, in words."""
-    held = f" with leaves={leaves!r}" if leaves else ""
-    return f"the plan {plans[0]}{held}" if len(plans) == 1 else f"the plans of key heads {', '.join(plans)}{held}"
+    form = f" with leaves={leaves!r}" if leaves else ""
+    return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{form}"
 
 
 def _memory_class(plan: object) -> type[Memory]:
     """The class of memory for a plan."""
     return cast("type[Memory]", Coded if isinstance(plan, Plan) and plan.scanned else Constant)
-
-
-def _token_kind(memory: Memory, batch: int, by_head: int) -> Kind:
-    """The kind of the tokens in a memory."""
-    key, value = memory.template()
-    return Kind(batch, by_head or key.shape[1], key.shape[3], value.shape[3], memory.dtype, key.device)
-
-
-def _part(tokens: NewTokens, part: slice) -> NewTokens:
-    """The tokens of a slice."""
-    real = None if tokens.real is None else tokens.real[:, part]
-    return NewTokens(tokens.key[:, :, part], tokens.value[:, :, part], real, tokens.largest)

@@ -1,7 +1,6 @@
 """Moments of the queries and keys so far, by which a causal plan decides.
 
-They are sums, so they can be extended token by token and merged. Everything is per sequence and key head, in float32
-(float64 for float64 input), without gradient.
+Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class RunningQueries(Fields):
 
     def add(self, query: Tensor, real: Tensor | None = None) -> RunningQueries:
         """The sums with further scaled queries (B, Hkv, gqa_ratio, N, D); `real` (B, N) is False for padding."""
+        count: Tensor | int = query.shape[3]
         if real is not None:
-            query = query * real[:, None, None, :, None]
-            count = real.sum(-1, keepdim=True).to(query.dtype)
-        else:
-            count = torch.full_like(self.count, query.shape[3])
+            query, count = query * real[:, None, None, :, None], real.sum(-1, keepdim=True)
         rows = query.flatten(2, 3)
         return RunningQueries(
             self.count + count * query.shape[2], self.total + rows.sum(-2, keepdim=True), self.square + rows.mT @ rows
@@ -63,25 +60,17 @@ class RunningKeys(Fields):
     @staticmethod
     def empty(key: Tensor, value: Tensor) -> RunningKeys:
         """No keys, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
-        head = key.shape[:2]
-        return RunningKeys(
-            key.new_zeros(head),
-            key.new_zeros((*head, 1, key.shape[-1])),
-            value.new_zeros((*head, 1, value.shape[-1])),
-            value.new_zeros(head),
-        )
+        total, value_total = (rows.new_zeros((*rows.shape[:2], 1, rows.shape[3])) for rows in (key, value))
+        return RunningKeys(key.new_zeros(key.shape[:2]), total, value_total, key.new_zeros(key.shape[:2]))
 
     def add(self, key: Tensor, value: Tensor, real: Tensor) -> RunningKeys:
         """The sums with further keys (B, Hkv, N, D) and values; those not `real` (B, Hkv, N) are zero."""
         return RunningKeys(
-            self.count + real.sum(-1).to(key.dtype),
+            self.count + real.sum(-1),
             self.key + key.sum(-2, keepdim=True),
             self.value + value.sum(-2, keepdim=True),
             self.square + value.square().sum((-2, -1)),
         )
-
-    def __add__(self, other: RunningKeys) -> RunningKeys:
-        return RunningKeys(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean key (B, Hkv, 1, D), mean value (B, Hkv, 1, Dv), and 1 / mean |v - mean|^2 (B, Hkv, 1, 1)."""

@@ -1,54 +1,77 @@
-"""The scan: the summaries of a whole sequence, one block after the other."""
+"""The summaries of a whole sequence, one block of queries after the other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.fields import Fields
+from fewkeys.core.graph import Columns
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.past.evicted import Evicted
-from fewkeys.past.state import State
+from fewkeys.past.running import RunningQueries
+from fewkeys.past.summary import Summary
 
 
 @dataclass(frozen=True, eq=False)
 class States(Fields):
-    """The stand-ins before the first step and after each: the tensors of `Summary` with one more dimension."""
+    """The stand-ins of every block of queries: the tensors of `Summary` with one more dimension."""
 
-    rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
-    excess: Tensor  # (B, Hkv, steps + 1, M)
+    rows: Tensor  # (B, Hkv, blocks, M, D + Dv)
+    excess: Tensor  # (B, Hkv, blocks, M)
     size: Tensor
 
 
-def scan(
-    state: State, query: Tensor, has_query: Tensor | None, scale: float, evicted: Evicted, *, tilted: bool
-) -> tuple[States, State]:
-    """`s_t = absorb(s_(t-1), evicted_t)` under the moments of all queries up to block t, for every step t.
+def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None, *, tilted: bool) -> States:
+    """Summaries of `count` stand-ins: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
 
-    Args:
-        state: s_0; its summary and its moments of queries are read.
-        query: (B, Hq, steps S, D), S for each step.
-        has_query: bool (B, steps S), False for padding; None: all are real.
-        scale: the factor on the queries.
-        evicted: the keys that each step absorbs.
-        tilted: as `Summary.absorb`.
-
-    Returns the stand-ins before and after every step, and the state at the end. Sequential in the steps, parallel over
-    heads. Cost O((M + E)^2 (D + Dv)) per step and head.
+    evicted_b are the keys that the lists of no block from b on hold; the moments are those of all queries before b.
+    has_query (B, Nq): False for queries that do not count in them, such as padding; None: all count. `tilted`: as
+    `Summary.absorb`. Sequential in the blocks, parallel over heads. Cost O((count + E)^2 (D + Dv)) per block and head
+    for E evicted keys.
     """
-    summary, queries = state.summary, state.queries
-    size = query.shape[2] // max(1, evicted.steps)
-    scaled = working(query.detach()).unflatten(1, (evicted.key.shape[1], -1)) * scale
+    x, size = inputs, columns.size
+    no_key = working(x.key[:, :, :0])
+    summary, queries = Summary.empty(count, no_key, working(x.value[:, :, :0])), RunningQueries.empty(no_key)
+    scaled = working(x.query[:, :, : (columns.blocks - 1) * size].detach()).unflatten(1, (x.kv_heads, -1)) * x.scale
     summaries = [summary]
-    for step in range(evicted.steps):
+    for step, (key, value, real) in enumerate(_evicted(x, columns)):
         part = slice(step * size, (step + 1) * size)
         queries = queries.add(scaled[:, :, :, part], None if has_query is None else has_query[:, part])
-        key, value, real = evicted.at(step)
         if key.shape[2]:
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
         summaries.append(summary)
-    parts = zip(*((one.rows, one.excess, one.size) for one in summaries), strict=True)
-    states = States(*(torch.stack(part, 2) for part in parts))
-    return states, replace(state, summary=summary, queries=queries)
+    parts = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
+    return States(*(torch.stack(part, 2) for part in parts))
+
+
+def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For every block after the first, the keys (B, Hkv, E, D) that the block before was the last to have on its list,
+    their values, and which of them are real (B, Hkv, E): the others are zero. All in working precision.
+    """
+    x, blocks, device = inputs, columns.blocks, columns.index.device
+    heads = (x.batch, x.kv_heads)
+    own_block = torch.arange(x.keys, device=device) // columns.size
+    number = torch.arange(blocks, device=device)[:, None].expand_as(columns.index)
+    last = own_block.expand(*heads, -1).scatter_reduce(
+        -1, columns.index.flatten(2), number.masked_fill(~columns.used, 0).flatten(2), "amax"
+    )
+    leaves = (last + 1).clamp_max(blocks)
+    if x.valid is not None:
+        leaves = leaves.masked_fill(~x.valid[:, None], blocks)
+    order = leaves.argsort(dim=-1, stable=True)
+    counts = torch.zeros((*heads, blocks + 1), dtype=torch.int64, device=device)
+    counts = counts.scatter_add_(-1, leaves, torch.ones_like(leaves))[..., :-1]
+    start = counts.cumsum(-1) - counts
+    for block in range(1, blocks):
+        count, first = counts[..., block, None], start[..., block, None]
+        # Only as many as this block needs: shapes must not depend on later tokens.
+        place = torch.arange(int(count.max()), device=device)
+        index, real = order.gather(-1, (first + place).clamp_max(x.keys - 1)), place < count
+        key, value = (
+            working(rows.take_along_dim(index.unsqueeze(-1), 2)) * real.unsqueeze(-1) for rows in (x.key, x.value)
+        )
+        yield key, value, real

@@ -1,4 +1,4 @@
-"""The state of a causal plan with memory of a fixed size: everything that it keeps of the tokens so far."""
+"""What a stream keeps of the past: near tokens, sinks, and the summary of the others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,49 @@ from fewkeys.core.fields import Fields
 from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.summary import Summary
-from fewkeys.past.tokens import Stretch, Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch(Fields):
+    """`key` (B, Hkv, K, D) and `value` (B, Hkv, K, Dv) of the tokens at the places `first`, `first + 1`, ..."""
+
+    first: int
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def empty(key: Tensor, value: Tensor) -> Stretch:
+        """No tokens, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        # New tensors: a view would keep the memory of all tokens alive.
+        return Stretch(0, *(rows.new_empty((*rows.shape[:2], 0, rows.shape[3])) for rows in (key, value)))
+
+    @property
+    def count(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def stop(self) -> int:
+        """The place after the last token."""
+        return self.first + self.count
+
+    def followed_by(self, key: Tensor, value: Tensor) -> Stretch:
+        """The stretch with further tokens."""
+        return Stretch(self.first, torch.cat([self.key, key], 2), torch.cat([self.value, value], 2))
+
+    def between(self, start: int, stop: int) -> Stretch:
+        """The tokens at the places start .. stop - 1 that the stretch has."""
+        start = min(max(start, self.first), self.stop)
+        part = slice(start - self.first, max(0, stop - self.first))
+        return Stretch(start, self.key[:, :, part], self.value[:, :, part])
 
 
 @dataclass(frozen=True, eq=False)
 class State(Fields):
     """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens; sinks: the first ones; summary: the stand-ins of evicted keys, and queries: the moments of
-    queries, both as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current
-    unit, zero for tokens without one; has_query (B, length - moved): whether a token has one.
+    near: the latest tokens; sinks: the first ones; summary and queries: stand-ins of evicted keys and moments of
+    queries, as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current unit,
+    zero for tokens without one; has_query (B, length - moved): whether a token has one.
     """
 
     moved: int
@@ -49,12 +82,12 @@ class State(Fields):
     def length(self) -> int:
         return self.near.stop
 
-    def append(self, key: Tensor, value: Tensor, query: Tensor | None = None, *, sinks: int = 0) -> State:
-        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), or None.
+    def append(self, key: Tensor, value: Tensor, query: Tensor | None, sinks: int) -> State:
+        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), if they have any.
 
         `sinks`: the number of first tokens that are never removed.
         """
-        before, count = self.unit_queries, key.shape[2]
+        before, count, free = self.unit_queries, key.shape[2], max(0, sinks - self.sinks.count)
         has_query = self.has_query.new_full((key.shape[0], count), query is not None)
         if query is None:
             query = before.new_zeros((*before.shape[:3], count, before.shape[4]))
@@ -63,30 +96,32 @@ class State(Fields):
         return replace(
             self,
             near=self.near.followed_by(key, value),
-            sinks=self._sinks_with(key, value, sinks),
+            sinks=self.sinks.followed_by(key[:, :, :free], value[:, :, :free]) if free else self.sinks,
             unit_queries=torch.cat([before, query], 3),
             has_query=torch.cat([self.has_query, has_query], 1),
         )
 
-    def advance(self, evicted: Tokens, *, tilted: bool) -> State:
-        """The state at the end of a unit: its queries enter the moments, and evicted keys enter the summary.
-
-        Near tokens stay. `trim` removes those that no query will need.
+    def advance(self, start: int, stop: int, *, tilted: bool) -> State:
+        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places
+        start .. stop - 1 that are no sinks enter the summary. They stay near tokens, too.
         """
         queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary
-        if evicted.count:
-            key, value = (working(rows) * evicted.real.unsqueeze(-1) for rows in (evicted.key, evicted.value))
-            summary = summary.absorb(key, value, evicted.real, queries.moments(), tilted=tilted)
-        none, no_flags = self.unit_queries[:, :, :, :0], self.has_query[:, :0]
-        state = replace(self, moved=self.length, summary=summary, queries=queries)
-        return replace(state, unit_queries=none, has_query=no_flags)
-
-    def trim(self, place: int) -> State:
-        """The state without the near tokens before `place`."""
-        return replace(self, near=self.near.between(place, self.length))
+        evicted = self.near.between(max(start, self.sinks.stop), stop)
+        if evicted.count and summary.count:
+            key, value = working(evicted.key), working(evicted.value)
+            real = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
+            summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
+        return replace(
+            self,
+            moved=self.length,
+            summary=summary,
+            queries=queries,
+            unit_queries=self.unit_queries[:, :, :, :0],
+            has_query=self.has_query[:, :0],
+        )
 
     def crop(self, length: int) -> State:
-        """The state without the tokens from `length` on, all of the current unit: the summary has none of them."""
+        """The state without the tokens from `length` on, all of the current unit."""
         since = length - self.moved
         return replace(
             self,
@@ -95,8 +130,3 @@ class State(Fields):
             unit_queries=self.unit_queries[:, :, :, :since],
             has_query=self.has_query[:, :since],
         )
-
-    def _sinks_with(self, key: Tensor, value: Tensor, count: int) -> Stretch:
-        """The first `count` tokens of the stream."""
-        free = count - self.sinks.count
-        return self.sinks.followed_by(key[:, :, :free], value[:, :, :free]) if free > 0 else self.sinks

@@ -7,8 +7,8 @@ changes the output least, by Ward's cost
 
 the squared difference of scores and of values, weighted by the attention that both may receive (w is at least e^-8 of
 the largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries so far, t = `TILT`. Each
-stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost. This is
-nearly as good as merging pair after pair, and takes one matrix product.
+stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost: nearly
+as good as merging pair after pair, by one matrix product.
 
 A stand-in for keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -71,98 +71,53 @@ class Summary(Fields):
         """(B, Hkv, M, Dv)."""
         return self.rows[..., self.seen.key.shape[-1] :]
 
-    @property
-    def taken(self) -> Tensor:
-        """(B, Hkv): the number of places that are not free."""
-        return (self.size > 0).sum(-1)
-
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
         """The summary with further keys (B, Hkv, E, D) and values. Those not `real` (B, Hkv, E) must be zero.
 
-        `tilted`: the weights above, for softmax; otherwise t = 0, plain means.
-        Cost O((M + E)^2 (D + Dv)) per head.
+        `tilted`: the weights above, for softmax; otherwise t = 0. Cost O((M + E)^2 (D + Dv)) per head.
         """
-        new = Summary(
-            torch.cat([key, value], -1),
-            torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf),
-            real.to(key.dtype),
-            RunningKeys.empty(key, value).add(key.detach(), value.detach(), real),
+        excess = torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf)
+        summary = Summary(
+            torch.cat([self.rows, torch.cat([key, value], -1)], 2),
+            torch.cat([self.excess, excess], 2),
+            torch.cat([self.size, real.to(key.dtype)], 2),
+            self.seen.add(key.detach(), value.detach(), real),
         )
-        summary = replace(_beside(self, new), seen=self.seen + new.seen)
-        metric = _Metric(summary.seen, queries, tilted)
-        if bool((summary.size == 0).any()):
-            summary = _free_last(summary)
-        surplus = (summary.taken - self.count).clamp_min(0)
+        surplus = ((summary.size > 0).sum(-1) - self.count).clamp_min(0)
         if bool(surplus.any()):
-            summary = _joined(summary, surplus, metric)
-        rows, excess, size = (part[:, :, : self.count] for part in (summary.rows, summary.excess, summary.size))
-        return replace(summary, rows=rows.contiguous(), excess=excess, size=size)
+            summary = _joined(summary, surplus, queries, tilted)
+        order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., : self.count]  # free places last
+        excess, size = (part.gather(-1, order) for part in (summary.excess, summary.size))
+        return replace(summary, rows=summary.rows.take_along_dim(order.unsqueeze(-1), 2), excess=excess, size=size)
 
 
-def _beside(one: Summary, other: Summary) -> Summary:
-    return replace(
-        one,
-        rows=torch.cat([one.rows, other.rows], 2),
-        excess=torch.cat([one.excess, other.excess], 2),
-        size=torch.cat([one.size, other.size], 2),
-    )
-
-
-def _free_last(summary: Summary) -> Summary:
-    """The same stand-ins, all free places last."""
-    order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)
-    index = order.unsqueeze(-1).expand_as(summary.rows)
-    return replace(
-        summary,
-        rows=summary.rows.gather(-2, index),
-        excess=summary.excess.gather(-1, order),
-        size=summary.size.gather(-1, order),
-    )
-
-
-class _Metric:
-    """The distances of stand-ins, and the attention that they may receive."""
-
-    def __init__(self, seen: RunningKeys, queries: QueryMoments, tilted: bool) -> None:
-        mean, value_mean, self.unit = seen.means()
-        self.mean = torch.cat([mean, value_mean], -1)
-        self.queries, self.tilted, self.dim = queries, tilted, mean.shape[-1]
-
-    def features(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of stand-ins (B, Hkv, M, D + Dv): x and `A x` (B, Hkv, M, D + Dv), and `x^T A x` (B, Hkv, M).
-
-        x is the stand-in less the mean of all keys and values; A is block diagonal, `E[q q^T]` for the keys and
-        1 / var(v) for the values.
-        """
-        centred = rows - self.mean
-        image = torch.cat([centred[..., : self.dim] @ self.queries.second, centred[..., self.dim :] * self.unit], -1)
-        return centred, image, (centred * image).sum(-1)
-
-    def log_weight(self, rows: Tensor) -> Tensor:
-        """`t g` of stand-ins (B, Hkv, M, D + Dv)."""
-        if not self.tilted:
-            return rows.new_zeros(rows.shape[:-1])
-        return TILT * self.queries.log_mean_exp((rows - self.mean)[..., : self.dim])
-
-
-def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
+def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
     """The summary with `surplus` (B, Hkv) stand-ins merged into others, their places free.
 
     The number differs between heads, so that no head depends on another.
     """
     place = torch.arange(summary.count, device=surplus.device)
     with constants():
-        held, old, is_free = summary.rows.detach(), summary.excess, summary.size == 0
-        mass = old + metric.log_weight(held)
+        key_mean, value_mean, value_unit = summary.seen.means()
+        mean, dim = torch.cat([key_mean, value_mean], -1), key_mean.shape[-1]
+
+        def log_weight(centred: Tensor) -> Tensor:
+            """`t g` of stand-ins less the mean of all keys and values."""
+            return TILT * queries.log_mean_exp(centred[..., :dim]) if tilted else centred.new_zeros(centred.shape[:-1])
+
+        old, is_free, centred = summary.excess, summary.size == 0, summary.rows.detach() - mean
+        mass = old + log_weight(centred)
         lightness = (mass.amax(-1, keepdim=True) - mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
-        centred, image, square = metric.features(held)
+        # Ward's cost is a quadratic form of differences, by E[q q^T] of keys and 1 / var(v) of values.
+        image = torch.cat([centred[..., :dim] @ queries.second, centred[..., dim:] * value_unit], -1)
+        square = (centred * image).sum(-1)
         distance = square.unsqueeze(-1) + square.unsqueeze(-2)
         distance = distance.sub_(2 * image @ centred.mT).clamp_min_(0.0)
         cost = distance.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
         # NaN costs most. Such a stand-in is still merged if it must be: places must become free.
         cost.nan_to_num_(*[torch.finfo(cost.dtype).max] * 2)
-        one, other = mass.unsqueeze(-1), mass.unsqueeze(-2)
-        cost.masked_fill_((other < one) | ((other == one) & (place >= place.unsqueeze(-1))), math.inf)
+        source, target = mass.unsqueeze(-1), mass.unsqueeze(-2)
+        cost.masked_fill_((target < source) | ((target == source) & (place >= place.unsqueeze(-1))), math.inf)
         least, partner = cost.min(-1)
         least.masked_fill_(is_free, math.inf)
         joins = least.argsort(dim=-1, stable=True).argsort(-1) < surplus.unsqueeze(-1)
@@ -179,6 +134,6 @@ def _joined(summary: Summary, surplus: Tensor, metric: _Metric) -> Summary:
     rows = torch.zeros_like(summary.rows).scatter_add(-2, index, summary.rows * share)
     with constants():
         # Where nothing was merged, the excess stays bit for bit.
-        excess = mass + total.log() - metric.log_weight(rows.detach())
+        excess = mass + total.log() - log_weight(rows.detach() - mean)
         excess = torch.where(size == summary.size, old, excess).masked_fill_(size == 0, -math.inf)
-    return _free_last(replace(summary, rows=rows, excess=excess, size=size))
+    return replace(summary, rows=rows, excess=excess, size=size)

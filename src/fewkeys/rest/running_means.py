@@ -13,9 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
-from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import scan
-from fewkeys.past.state import State
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.select.base import Recent, Selector
 
@@ -63,19 +61,9 @@ class RunningMeans(Rest):
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
-        x, columns = inputs, blocks_of(graph)
-        # A block sees the queries of the blocks before it.
-        last = (columns.blocks - 1) * columns.size
-        has_query = _real_queries(x)
-        states, _ = scan(
-            State.empty(self.count, x.key, x.value),
-            x.query[:, :, :last],
-            None if has_query is None else has_query[:, :last],
-            x.scale,
-            Evicted.by_lists(x, columns),
-            tilted=isinstance(weights, Softmax),
-        )
-        return BlockStandIns(states, x.head_dim)
+        has_query, tilted = _real_queries(inputs), isinstance(weights, Softmax)
+        states = scan(self.count, inputs, blocks_of(graph), has_query, tilted=tilted)
+        return BlockStandIns(states, inputs.head_dim)
 
 
 def _recent(keep: Selector) -> list[Recent]:
