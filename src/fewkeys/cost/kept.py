@@ -32,9 +32,9 @@ LASTS = {True: 30 * 86400, False: 3600}
 def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -> Numbers | None:
     """The numbers kept under `what` (JSON values) for this machine and version; measured if there are none.
 
-    `measure` also returns whether they are reliable; others are kept for an hour. If several processes measure at once,
-    the first to write wins and the others read its numbers. A file that is damaged, old or of something else is
-    replaced. None, without a measurement, if the folder cannot be written.
+    `measure` also returns whether they are reliable. If several processes measure at once, the first to write wins and
+    the others read its numbers. A file that is damaged, old or of something else is replaced. None, without a
+    measurement, if the folder cannot be written.
     """
     facts = json.loads(json.dumps({**_machine(), **what}))
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
@@ -46,8 +46,8 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
         if not os.access(path.parent, os.W_OK):
             return None
         numbers, sound = measure()
-        text = json.dumps({"of": facts, "numbers": numbers, "sound": sound, "at": time.time()}, indent=1)
-        _write_first(path, facts, text + "\n")
+        data = {"of": facts, "numbers": numbers, "sound": sound, "at": time.time()}
+        _write_first(path, facts, json.dumps(data, indent=1) + "\n")
         return _read(path, facts)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
