@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -15,7 +15,7 @@ from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.flow import by_plan, check_plan, checked, choose, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import pool
-from fewkeys.guard.sample import Estimates, draw, real_queries, sampled_errors, uniform
+from fewkeys.guard.sample import Estimates, draw, sampled_errors, uniform
 from fewkeys.plan import Plan
 
 
@@ -29,7 +29,7 @@ class SpotCheck:
         confidence: the probability that the interval contains the mean over all queries.
         queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
             plan is exact attention on such input.
-        of: how many there are. If `queries` equals `of`, error, low and high are the same: the error itself.
+        of: how many there are. If `queries` equals `of`, error, low and high are the error itself.
         per_head: the estimate of each query head. Empty in the result for a whole model.
         per_layer: the result of each layer of a whole model.
     """
@@ -74,32 +74,26 @@ def check_options(queries: int, confidence: float) -> None:
     check_real("confidence", confidence, above=0.0, below=1.0)
 
 
+@torch.no_grad()
 def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
     # Errors are relative, and squares of large outputs would overflow.
     inputs, _ = rescaled(inputs.clear())
-    inner = torch.arange(inputs.gqa_ratio, device="cpu")
-    return [
-        _check_part(part, plan, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
-        for plan, heads, part in by_plan(inputs, plan)
-    ]
-
-
-@torch.no_grad()
-def _check_part(
-    inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
-) -> Estimates:
-    shape = (inputs.batch, inputs.query_heads)
-    choice = choose(plan.never_exact(), inputs)
-    output = run(choice)
-    if choice.is_exact:
-        count = real_queries(inputs).sum(-1)
-        zero = torch.zeros(shape, dtype=torch.float64, device=count.device)
-        return Estimates.of(count, zero[:, 0], zero, zero.unsqueeze(-1), zero, zero.new_ones(1), heads)
-    sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
-    return sample.estimates(sampled_errors(inputs, plan.weights, output, sample), heads)
+    estimates = []
+    for part_plan, key_heads, part in by_plan(inputs, plan):
+        heads = torch.arange(inputs.query_heads, device=key_heads.device).view(inputs.kv_heads, -1)[key_heads].flatten()
+        choice = choose(part_plan.never_exact(), part)
+        if choice.is_exact:
+            sample = draw(part, torch.zeros(queries, device=part.query.device))
+            exact = sample.estimates(torch.zeros_like(sample.index, dtype=torch.float64), heads)
+            estimates.append(replace(exact, drawn=torch.zeros_like(exact.drawn)))
+        else:
+            output = run(choice)
+            sample = draw(part, uniform((part.batch, part.query_heads, queries), generator, output.device))
+            estimates.append(sample.estimates(sampled_errors(part, part_plan.weights, output, sample), heads))
+    return estimates
 
 
 def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
