@@ -98,12 +98,9 @@ def check_call(
 
 def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
     """The result over all calls of one layer (or one call)."""
-    heads = 1 + max(int(check.heads.max()) for check in checks)
-    total, weight = torch.zeros(2, heads, dtype=torch.float64, device="cpu")
-    for check in checks:
-        total.index_add_(0, check.heads, check.count * check.mean)
-        weight.index_add_(0, check.heads, check.count)
-    return _pooled(checks, confidence, per_head=tuple((total / weight.clamp_min(1)).tolist()))
+    heads, count, mean = (torch.cat([getattr(check, name) for check in checks]) for name in ("heads", "count", "mean"))
+    total, queries = (heads.bincount(numbers) for numbers in (count * mean, count))
+    return _pooled(checks, confidence, per_head=tuple((total / queries.clamp_min(1)).tolist()))
 
 
 def overall(checks: Sequence[Sequence[Estimates]], confidence: float) -> SpotCheck:
