@@ -1,7 +1,7 @@
 """Exact attention in bounded blocks: the reference for every plan of a comparison.
 
-For `query (B, Hq, N, D)`, `key (B, Hkv, N, D)`, `value (B, Hkv, N, Dv)`: `W = softmax(scale * query key^T)` in float32,
-output `W value`. `W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
+`W = softmax(scale * query key^T)`, output `W value`. `W` is n x n, so it exists for one block of sequences and heads at
+a time, and is shared by all plans.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ TIMED = 2**25
 
 @dataclass(frozen=True, eq=False)
 class Block(AttentionInputs):
-    """Some sequences and heads of one attention call, without padding: every query and key is real.
-
-    `heads`: which query heads of the call; `sequence`: the first of its sequences.
+    """Sequences and heads of one attention call, without padding: its query heads `heads`, its sequences from
+    `sequence` on.
     """
 
     heads: slice = field(default_factory=lambda: slice(None))
@@ -41,13 +40,17 @@ class Block(AttentionInputs):
         first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])
         return DistanceBias(self.distance_bias.float()).of(first, first + queries, keys)
 
+    @property
+    def past(self) -> Tensor:
+        """(N, Nk) marks the keys that a causal query sees."""
+        size = (self.query.shape[2], self.key.shape[2])
+        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
+
 
 @dataclass(frozen=True)
 class Exact:
-    """The weights and the output of exact attention in a block.
-
-    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,) counts the keys that a query sees. `heavy`
-    (B, H, N, Nk) marks the weights >= eps.
+    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), the number `visible` (N,) of keys
+    that a query sees, and `heavy` (B, H, N, Nk), which marks the weights >= eps.
     """
 
     weights: Tensor
@@ -65,8 +68,7 @@ def first_sequence(call: AttentionInputs) -> Block:
 def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     """Cut one attention call into blocks of at most `most` (`BLOCK`) entries of W, or one sequence and key head.
 
-    Padding is cut out, which does not change the other rows (masked = deleted). Padded sequences take a block each.
-    Queries at padded positions are padding too.
+    Padding is cut out, of the queries too. Padded sequences take a block each.
     """
     query, key, value, mask = call.query, call.key, call.value, call.key_mask
     padded = mask is not None and not bool(mask.all())
@@ -101,14 +103,13 @@ def exact(block: Block, eps: float) -> Exact:
     group = block.query.shape[1] // block.key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
-    queries, keys = weights.shape[-2:]
     if (bias := block.bias) is not None:
         weights += bias
-    visible = torch.full((queries,), keys, device=weights.device)
     if block.is_causal:
-        seen = torch.ones((queries, keys), dtype=torch.bool, device=weights.device).tril(block.query_offset)
-        weights.masked_fill_(~seen, float("-inf"))
-        visible = seen.sum(-1)
+        visible = block.past.sum(-1)
+        weights.masked_fill_(~block.past, float("-inf"))
+    else:
+        visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
     weights = weights.softmax(-1)
     return Exact(weights, weights @ value, visible, weights >= eps)
 

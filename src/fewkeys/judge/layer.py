@@ -23,7 +23,7 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 QUERIES, HEADS = 4, 512
-"""Queries of a sample, in models of up to so many heads in all: larger ones have fewer, but at least one."""
+"""Queries of a sample in models of up to so many heads in all; larger models have fewer, but at least one."""
 HEAVIEST = 16
 """Keys of a query in a sample."""
 
@@ -50,14 +50,14 @@ class HeaviestKeys:
     def kept(self, layer: int, edges: Tensor) -> list[str]:
         """Of `edges` (H, N, Nk) of the block that was added last: for each head, a flag for each key collected."""
         flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
-        return ["".join("01"[flag] for flag in head) for head in flags.flatten(1).int().tolist()]
+        return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
     def sample(self) -> Sample | None:
         """What was collected; None if there was nothing."""
         if not all(self.keys):
             return None
         keys = [torch.cat(parts).tolist() for parts in self.keys]
-        weights = [(torch.cat(parts).double() * 1e4).round().div(1e4).tolist() for parts in self.weights]
+        weights = [torch.cat(parts).double().round(decimals=4).tolist() for parts in self.weights]
         return Sample(self.queries.tolist(), keys, weights)
 
 
@@ -91,12 +91,11 @@ class Entry:
         return tuple(plan.never_exact() for plan in head_plans)
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
-        """A generator seeded by `where` (which begins with the seed) and this row, independent of the other rows."""
-        return self.restart(torch.Generator(device), where)
+        """A generator seeded by `where` (which begins with the seed) and this row."""
+        return torch.Generator(device).manual_seed(self.seed(where))
 
-    def restart(self, generator: torch.Generator, where: str) -> torch.Generator:
-        """Reset a generator to the state in which `generator(where, ...)` returns it."""
-        return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
+    def seed(self, where: str) -> int:
+        return zlib.crc32(f"{where}/{self.name}/{self.budget}".encode())
 
 
 def judge_block(
@@ -119,11 +118,11 @@ def judge_block(
         price = output.new_zeros(inputs.query_heads)
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
-            entry.restart(generator, where)
+            generator.manual_seed(entry.seed(where))
             choice = choose(plan, part)
             output[:, heads] = run(choice).float()
             # The same inputs and random numbers give the edges that the output was computed from.
-            entry.restart(generator, where)
+            generator.manual_seed(entry.seed(where))
             graph = _graph(choice)
             first, last = graph.inputs.placeholders, graph.inputs.queries
             edges[:, heads] = graph.mask(first, last)
@@ -149,33 +148,27 @@ def _graph(choice: Choice) -> Graph:
     return select(part, choice.plan)
 
 
-def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> Tensor:
-    options = block.options(entry.generator(where, block.query.device), impl)
-    return attention(block.query, block.key, block.value, plan=entry.plans(layer, block), **options)
-
-
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
     """Time the plan and exact attention in turns, so that other load affects both. Both have run before."""
-    mask = _mask(block)
+    mask, device, rows = _mask(block), block.query.device, (block.query, block.key, block.value)
+    causal = block.is_causal and mask is None
+
+    def run_exact() -> Tensor:
+        return scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=causal, scale=block.scale, enable_gqa=True)
+
+    def run_plan() -> Tensor:
+        options = block.options(entry.generator(where, device), impl)
+        return attention(*rows, plan=entry.plans(layer, block), **options)
+
     for _ in range(repeats):
-        entry.exact_ms.append(clock(lambda: _exact_attention(block, mask), block.query.device))
-        entry.ms.append(clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
+        entry.exact_ms.append(clock(run_exact, device))
+        entry.ms.append(clock(run_plan, device))
 
 
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
+    bias = None if block.bias is None else block.bias.to(block.query.dtype)
     # The fused causal kernel requires that query 0 stands at key 0.
-    hidden = block.is_causal and (block.query_offset > 0 or block.distance_bias is not None)
-    if not hidden:
-        return None if block.bias is None else block.bias.to(block.query.dtype)
-    device = block.query.device
-    rows = torch.arange(block.query.shape[2], device=device)[:, None] + block.query_offset
-    seen = torch.arange(block.key.shape[2], device=device) <= rows
-    return seen if block.bias is None else block.bias.to(block.query.dtype).masked_fill(~seen, -torch.inf)
-
-
-def _exact_attention(block: Block, mask: Tensor | None) -> Tensor:
-    causal = block.is_causal and mask is None
-    return scaled_dot_product_attention(
-        block.query, block.key, block.value, attn_mask=mask, is_causal=causal, scale=block.scale, enable_gqa=True
-    )
+    if not block.is_causal or (block.query_offset == 0 and bias is None):
+        return bias
+    return block.past if bias is None else bias.masked_fill(~block.past, -torch.inf)
