@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
-# Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. glibc
-# maps pieces of more than 32 MB anew each time, page by page, which takes as long as the arithmetic.
 BLOCK = 2**22
+"""Entries of W in a block (float32: 16 MB). glibc maps pieces of more than 32 MB anew each time, page by page, which
+takes as long as the arithmetic.
+"""
 TIMED = 2**25
-"""Entries of W that plans are timed on at most, whatever `BLOCK` is: oracles store them."""
+"""Entries of W that plans are timed on at most: oracles store them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,21 +72,21 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
 
     Padding is cut out, of the queries too. Padded sequences take a block each.
     """
-    query, key, value, mask = call.query, call.key, call.value, call.key_mask
-    padded = mask is not None and not bool(mask.all())
-    if padded and call.query_offset:
+    query, key, value = call.query, call.key, call.value
+    mask = None if call.key_mask is None or bool(call.key_mask.all()) else call.key_mask
+    if mask is not None and call.query_offset:
         raise ValueError(
             f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
         )
-    if padded and mask is not None and call.distance_bias is not None and has_interior_padding(mask):
+    if mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     group = query.shape[1] // key.shape[1]
     most, size = BLOCK if most is None else most, query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], most // size))
-    rows = 1 if padded or heads < key.shape[1] else max(1, most // (size * heads))
+    rows = 1 if mask is not None or heads < key.shape[1] else max(1, most // (size * heads))
     for b in range(0, query.shape[0], rows):
         q, k, v = (x[b : b + rows] for x in (query, key, value))
-        if padded and mask is not None:
+        if mask is not None:
             real = mask[b]
             if not bool(real.any()):
                 continue
@@ -115,10 +117,9 @@ def exact(block: Block, eps: float) -> Exact:
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight on the kept keys and their number, both (B, H, N). One head at a time, so that it stays in cache."""
-    mass, slots = [], []
-    for weight, edge in zip(weights.flatten(0, 1), edges.flatten(0, 1), strict=True):
-        flags = edge.to(weight.dtype)
-        mass.append((weight * flags).sum(-1))
-        slots.append(flags.sum(-1))
-    return torch.stack(mass).view(edges.shape[:3]), torch.stack(slots).view(edges.shape[:3])
+    """The weight on the kept keys and their number, both (B, H, N)."""
+    mass, count = torch.empty(2, *edges.shape[:3], dtype=weights.dtype, device=weights.device)
+    for place in product(*map(range, edges.shape[:2])):  # one head at a time stays in cache
+        flags = edges[place].to(weights.dtype)
+        mass[place], count[place] = (weights[place] * flags).sum(-1), flags.sum(-1)
+    return mass, count

@@ -86,9 +86,8 @@ class Entry:
         """The plan of each key head of a block, without the way out to exact attention."""
         if isinstance(self.plan, Plan):
             return [self.plan.never_exact()] * block.key.shape[1]
-        group = block.query.shape[1] // block.key.shape[1]
-        head_plans: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
-        return tuple(plan.never_exact() for plan in head_plans)
+        first = block.heads.start * block.key.shape[1] // block.query.shape[1]
+        return [plan.never_exact() for plan in self.plan[layer][first : first + block.key.shape[1]]]
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """A generator seeded by `where` (which begins with the seed) and this row."""
@@ -133,9 +132,9 @@ def judge_block(
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     errors = relative_error(output.float(), truth.output)
-    mass, slots = mass.expand_as(errors), slots.expand_as(errors)
-    heavy, heavy_kept = (marks.sum((0, 2, 3)) for marks in (truth.heavy, truth.heavy & edges))
-    entry.tally.add(layer, block.heads, errors, mass, slots, heavy, heavy_kept)
+    entry.tally.add(
+        layer, block.heads, errors, mass.expand_as(errors), slots.expand_as(errors), truth.heavy, truth.heavy & edges
+    )
     if keys is not None:
         entry.kept[layer] += keys.kept(layer, edges[0])
 

@@ -87,9 +87,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class WholeTime:
-    """A whole model of the same shape, one text of `length` tokens: median milliseconds over `turns`.
-
-    `name` and `budget` are those of a `Row`, whose plan runs in every layer; `exact_ms` was measured in turns with it.
+    """A whole model of the same shape with the plan of the row `name`, `budget` in every layer, on one text of `length`
+    tokens: median milliseconds over `turns`, and `exact_ms` of exact attention, measured in turns with it.
     """
 
     name: str
@@ -102,7 +101,7 @@ class WholeTime:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
+    """A plan that could not be judged on this model, and why."""
 
     name: str
     budget: int | None
@@ -180,13 +179,11 @@ class Report:
 
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget (budget None: the only row of that name)."""
-        matches = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]
-        if len(matches) != 1:
-            have = sorted({(r.name, r.budget) for r in self.rows}, key=str)
-            raise ValueError(
-                f"name, budget: expected one row, got {len(matches)} for {name!r}, {budget}; rows are {have}"
-            )
-        return matches[0]
+        rows = [row for row in self.rows if row.name == name and (budget is None or row.budget == budget)]
+        if len(rows) != 1:
+            have = sorted({(row.name, row.budget) for row in self.rows}, key=str)
+            raise ValueError(f"name, budget: expected one row, got {len(rows)} for {name!r}, {budget}; rows are {have}")
+        return rows[0]
 
     def front(self) -> list[Row]:
         """The methods that no other one beats, by slots: no other has both less error and no more slots."""
@@ -224,9 +221,9 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The report whose `to_dict()` is `data`. Raises ValueError if `data` is not one."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
+        schema = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        if schema != SCHEMA:
+            raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {schema!r}; use compare')
         try:
             return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})
         except ValueError as error:
