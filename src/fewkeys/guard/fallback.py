@@ -11,7 +11,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.weights import Weights
 from fewkeys.execute import exact
-from fewkeys.guard.sample import draw, sampled_errors, uniform
+from fewkeys.guard.sample import sampled_errors, uniform
 
 QUERIES = 32
 """Queries of each sequence and head that are computed exactly to judge a plan."""
@@ -80,8 +80,9 @@ class Guard:
         Gradients flow through the output that is returned.
         """
         # All heads of all sequences draw the same places, so that no answer depends on the rest of the batch.
-        sample = draw(inputs, uniform((self.queries,), inputs.generator, output.device))
-        error = sample.mean(sampled_errors(inputs, weights, output, sample))
+        places = uniform((self.queries,), inputs.generator, output.device)
+        sample, errors = sampled_errors(inputs, weights, output, places)
+        error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed
         self._count(int(real.sum()) * inputs.query_heads, int(failed.sum()), float(error.sum()))

@@ -49,7 +49,7 @@ class QuerySample:
         means). It adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K is the group's third
         k-statistic: right on average for errors in random order. A stratum that is drawn whole adds nothing.
 
-        heads: (Hq,) the numbers of the heads in their model.
+        heads: (Hq,) their numbers in the model.
         """
         strata = self.size.shape[-1]
         groups = max(1, strata // GROUP)
@@ -84,10 +84,9 @@ class QuerySample:
 class Estimates:
     """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
 
-    `count` (P,) queries in each, `drawn` (P,) how many of them were answered exactly, `heads` (P,) the numbers of their
-    heads, `mean` (P,) the estimates, `variance` (P, G) the share of each group of queries in the variance of `mean`,
-    `third` (P,) its third central moment, `freedom` (G,) the groups' degrees of freedom. On the CPU, float64; `heads`:
-    int64.
+    (P,): the number `count` of queries, how many were `drawn`, the numbers `heads` of the heads, the estimates `mean`
+    and their third central moments `third`. `variance` (P, G): the share of each group of strata in the variance of
+    `mean`; `freedom` (G,): the groups' degrees of freedom. On the CPU, float64; `heads`: int64.
     """
 
     count: Tensor
@@ -116,29 +115,28 @@ def draw(inputs: Inputs, places: Tensor) -> QuerySample:
     step = torch.arange(m + 1, device=real.device)
     edge = torch.where(count > m, step * count // m, torch.minimum(step, count))
     size = edge.diff()
-    inside = (places * size.unsqueeze(1)).long()
-    rank = (edge[:, None, :-1] + inside).clamp_max(inputs.queries - 1)
+    rank = (edge[:, None, :-1] + (places * size.unsqueeze(1)).long()).clamp_max(inputs.queries - 1)
     order = torch.argsort((~real).to(torch.uint8), stable=True, dim=-1)
-    rank = rank.expand(-1, inputs.query_heads, -1)
-    return QuerySample(order.unsqueeze(1).expand(-1, inputs.query_heads, -1).gather(-1, rank), size)
+    order, rank = (numbers.expand(-1, inputs.query_heads, -1) for numbers in (order.unsqueeze(1), rank))
+    return QuerySample(order.gather(-1, rank), size)
 
 
 def _real_queries(inputs: Inputs) -> Tensor:
     """(B, Nq) marks the queries that belong to a real token and see at least one key."""
     x = inputs
-    seen = torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
-    if x.valid is not None:
-        first = torch.where(x.valid.any(-1), x.valid.to(torch.uint8).argmax(-1), x.keys + x.queries + x.offset)
-        position = torch.arange(x.queries, device=x.query.device) + x.offset
-        last = position if x.is_causal else torch.full_like(position, x.keys)
-        seen = first.unsqueeze(-1) <= last
+    if x.valid is None:
+        return torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
+    seen = x.valid.any(-1, keepdim=True).expand(-1, x.queries)
+    if x.is_causal:
+        first = x.valid.to(torch.uint8).argmax(-1, keepdim=True)
+        seen = seen & (first <= torch.arange(x.queries, device=first.device) + x.offset)
     return seen if x.valid_queries is None else seen & x.valid_queries
 
 
 def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     """Exact attention (B, Hq, m, Dv) of the queries at `index` (B, Hq, m), in float32 or float64.
 
-    Cost O(B Hq m Nk (D + Dv)), the share m / Nq of exact attention; memory O(B Hkv Nk (D + Dv)).
+    Cost O(B Hq m Nk (D + Dv)); memory O(B Hkv Nk (D + Dv)).
     """
     x, rows = inputs, index.shape[-1]
 
@@ -166,10 +164,11 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     return output
 
 
-def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, sample: QuerySample) -> Tensor:
-    """`|o~_i - o_i| / |o_i|` (B, Hq, m), in float64, of the plan's output (B, Hq, Nq, Dv) at the sampled queries."""
-    with torch.no_grad():
-        return relative_error(_take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()
+@torch.no_grad()
+def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, places: Tensor) -> tuple[QuerySample, Tensor]:
+    """A sample by `draw`, and there `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of a plan's output (B, Hq, Nq, Dv)."""
+    sample = draw(inputs, places)
+    return sample, relative_error(_take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def check_tensors(
 
 
 def check_options(queries: int, confidence: float) -> None:
-    """Raise for fewer than two queries, which give no variance, and for a confidence outside (0, 1)."""
+    """Raise for fewer than two queries, which give no variance, or a confidence outside (0, 1)."""
     check_count("queries", queries, least=2)
     check_real("confidence", confidence, above=0.0, below=1.0)
 
@@ -91,13 +91,14 @@ def check_call(
             estimates.append(replace(exact, drawn=torch.zeros_like(exact.drawn)))
         else:
             output = run(choice)
-            sample = draw(part, uniform((part.batch, part.query_heads, queries), generator, output.device))
-            estimates.append(sample.estimates(sampled_errors(part, part_plan.weights, output, sample), heads))
+            places = uniform((part.batch, part.query_heads, queries), generator, output.device)
+            sample, errors = sampled_errors(part, part_plan.weights, output, places)
+            estimates.append(sample.estimates(errors, heads))
     return estimates
 
 
 def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
-    """The result over all calls of one layer (or one call)."""
+    """The result over the calls of one layer."""
     heads, count, mean = (torch.cat([getattr(check, name) for check in checks]) for name in ("heads", "count", "mean"))
     total, queries = (heads.bincount(numbers) for numbers in (count * mean, count))
     return _pooled(checks, confidence, per_head=tuple((total / queries.clamp_min(1)).tolist()))
