@@ -3,9 +3,9 @@
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
 `c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
 takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
-where the plan begins to pay. Lines are measured when `impl="auto"` first needs them, in some tenths of a second, and
-kept (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If numbers cannot be
-kept, nothing is measured, and counts of operations decide (`fewkeys.cost.operations`).
+where the plan begins to pay. `impl="auto"` measures lines when it first needs them, in some tenths of a second, and
+keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If they cannot be
+kept, counts of operations decide (`fewkeys.cost.operations`).
 
 The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
 times improve. If that does not end, or more work takes less time, the lines are measured again soon.
@@ -37,12 +37,12 @@ from fewkeys.plan import Plan
 ADVANTAGE = 0.9
 """The plan runs if it is expected to take at most this share of exact attention's time: lines have errors."""
 SHIPPED = 0.3
-"""Without measurements, the plan runs if it has at most this share of exact attention's operations: it is cautious,
-since the operations of plans come in smaller pieces."""
+"""Without measurements, the plan runs if it has at most this share of exact attention's operations: it is small because
+the operations of plans come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
 """The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
 REACH = 128
-"""Of the biases of distances that are tried, as T5 and MPNet have it."""
+"""Of the biases of distances that are measured, as in T5 and MPNet."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
 """Turns end once `CALM_TURNS` of them in a row lowered no time by more than `CALM`."""
 CALM = 0.03

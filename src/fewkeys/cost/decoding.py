@@ -31,8 +31,7 @@ Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
     """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
 
-    0 without `exact_if_faster`. It does not depend on the number of tokens, so that outputs do not depend on the pieces
-    in which tokens come.
+    0 without `exact_if_faster`. Sizes of pieces do not enter, so that outputs do not depend on them.
     """
     if not plan.exact_if_faster:
         return 0

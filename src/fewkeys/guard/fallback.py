@@ -24,7 +24,7 @@ class Fallbacks:
     Attributes:
         calls: attention calls. Those with no more queries than a check computes, or whose plan is exact attention on
             such input, are answered exactly without a check.
-        checked: heads whose error was estimated; a head counts once for each sequence of a batch.
+        checked: heads whose error was estimated, each once for every sequence.
         fallbacks: those of `checked` whose estimate was above the limit, and which were answered exactly.
         error: mean of the estimates over `checked`: the plan's error before any fallback. None before the first check.
     """
@@ -49,13 +49,12 @@ class Guard:
     Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read `fallbacks`, its counts, afterwards;
     `fewkeys.apply` makes one for each layer.
 
-    The error of a head is estimated from `queries` of its queries, computed exactly. It is the unbiased estimate of
-    `fewkeys.spot_check`: a head whose true error is near the limit may fall on either side. These mistakes cancel over
-    heads and calls. Choose a smaller limit if it must never be exceeded.
+    The error of a head is estimated without bias, as by `fewkeys.spot_check`, from `queries` of its queries, computed
+    exactly. A head whose true error is near the limit may fall on either side; these mistakes cancel over heads and
+    calls. Choose a smaller limit if it must never be exceeded.
 
-    Heads are judged one by one, since usually a few bad heads make a plan bad, and so are sequences: the answer for one
-    does not depend on the others of its batch. A causal call is judged as a whole: later tokens may decide whether
-    earlier outputs are the plan's or the exact ones.
+    Each head of each sequence is judged alone, since usually a few bad heads make a plan bad. A causal call is judged
+    as a whole: later tokens may decide whether earlier outputs are the plan's or the exact ones.
 
     Cost of a call: the plan, plus O(queries n (D + Dv)) per head, plus exact attention for heads that fall back. A
     call with no more than `queries` queries, such as a decoded token, costs exact attention alone.
@@ -75,11 +74,8 @@ class Guard:
         self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
 
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
-        """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit.
-
-        Gradients flow through the output that is returned.
-        """
-        # All heads of all sequences draw the same places, so that no answer depends on the rest of the batch.
+        """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit. Gradients flow."""
+        # All heads of all sequences draw the same places, so that no answer depends on the other sequences.
         places = uniform((self.queries,), inputs.generator, output.device)
         sample, errors = sampled_errors(inputs, weights, output, places)
         error = sample.mean(errors)

@@ -1,8 +1,8 @@
 """A plan's error, estimated from a few queries that are answered exactly.
 
 The real queries of a sequence, in order of position, are cut into strata of (almost) equal length, and one query is
-drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text (those
-of the first queries of a causal layer, which a window covers) add little to the variance of the mean.
+drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text add
+little to the variance of the mean.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class ErrorBars:
     """Estimates of exact attention, with error bars.
 
     `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
-    gives no bar; `reached` (B, Hq, Nq), bool: whether the bar is at most `error`; `drawn` (B, Hq, Nq), int32:
-    how many keys were drawn.
+    gives none; `reached` (B, Hq, Nq), bool: whether the bar is as small as asked for; `drawn` (B, Hq, Nq), int32: the
+    number of keys drawn.
     """
 
     output: Tensor
@@ -79,11 +79,10 @@ def error_bars(
         bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
 
     Every query attends to the keys that the plan keeps and, in place of the plan's stand-ins, to keys drawn from the
-    others: 64, 128, .. until its bar is at most `error` or `most` are drawn. A bar is an upper bound of
-    `|output - exact| / |exact|` that holds with probability `confidence` or more, over the draws and the rotation of
-    the codes, for keys and values that do not depend on these: pass a generator with a secret seed if an adversary may
-    choose keys. Coverage was measured on real heads and on keys made to break it (docs/quality-control.md). Errors of
-    rounding are not included.
+    others: 64, 128, .. until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`,
+    without errors of rounding, with probability `confidence` or more over the draws and the rotation of the codes, for
+    keys and values that do not depend on these: pass a generator with a secret seed if an adversary may choose keys.
+    docs/quality-control.md has the measured coverage.
 
     Args:
         query, key, value: as in `fewkeys.attention`, without gradient.
@@ -91,8 +90,8 @@ def error_bars(
         error: the relative error to reach.
         confidence: of every bar, in (0, 1).
         most: the most draws of a query, at least 2.
-        **options: those of `fewkeys.attention`, but `distance_bias`. generator: source of the plan's randomness, the
-            rotation and the draws; default: fixed seeds.
+        **options: those of `fewkeys.attention` but `distance_bias`. `generator` is the source of the plan's
+            randomness, the rotation and the draws; default: fixed seeds.
 
     Returns:
         `ErrorBars`. Where the plan keeps every key, the output is exact and its bars are zero.
@@ -100,9 +99,8 @@ def error_bars(
     Raises:
         TypeError, ValueError: malformed input, and whatever the plan refuses.
 
-    Cost O(N D^2) for the codes; for a query O(n D) for scanning them by operations of torch, which is what exact scores
-    cost, and O((kept + drawn) (D + Dv)) for the keys that are read. It is for judging a plan: exact attention is
-    faster.
+    Cost O(N D^2) for the codes; for a query O(n D) for scanning them, as for exact scores, and
+    O((kept + drawn) (D + Dv)). Exact attention is faster.
     """
     check_real("error", error, above=0.0)
     check_real("confidence", confidence, above=0.0, below=1.0)
@@ -184,8 +182,8 @@ class _Sampled:
         return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
 
     def _of_kept(self, query: Tensor, head: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of R queries and the keys (R, N) they keep: the largest score `top` (R,), and, relative to exp(top), the sums
-        of weights (R,) and of weighted values (R, Dv).
+        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and, in units of exp(top), the sums of
+        weights (R,) and of weighted values (R, Dv).
         """
         used, place = kept.byte().topk(int(kept.sum(-1).max()), -1)
         score, values = self._read(query, head, place)
@@ -203,7 +201,7 @@ class _Sampled:
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys (R, most) by their weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
 
-        All rows draw as often, whether or not they use it: a row's draws do not depend on others.
+        All rows draw as often, so that a row's draws do not depend on others.
         """
         top = log.amax(-1, keepdim=True)
         log = log.sub(top.masked_fill(top == -torch.inf, 0.0)).double()

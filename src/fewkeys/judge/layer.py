@@ -29,7 +29,7 @@ HEAVIEST = 16
 
 
 class HeaviestKeys:
-    """Collects the keys with the largest weights of a few queries of the first sequence."""
+    """The keys with the largest weights of a few queries of the first sequence, and which of them plans keep."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
@@ -38,7 +38,7 @@ class HeaviestKeys:
         self.weights: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def add(self, layer: int, truth: Exact) -> None:
-        """Collect the keys of a block that begins with the first sequence."""
+        """Add the keys of a block that begins with the first sequence."""
         weights = truth.weights[0]
         length = weights.shape[1]
         count = min(self.count, length)
@@ -48,12 +48,12 @@ class HeaviestKeys:
         self.weights[layer].append(largest)
 
     def kept(self, layer: int, edges: Tensor) -> list[str]:
-        """Of `edges` (H, N, Nk) of the block that was added last: for each head, a flag for each key collected."""
+        """For each head of the block that was added last, a flag for each of its keys: is it in `edges` (H, N, Nk)?"""
         flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
     def sample(self) -> Sample | None:
-        """What was collected; None if there was nothing."""
+        """The sample; None where the first sequence is all padding."""
         if not all(self.keys):
             return None
         keys = [torch.cat(parts).tolist() for parts in self.keys]
@@ -102,7 +102,7 @@ def judge_block(
 ) -> None:
     """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally.
 
-    `keys`: where the block begins with the first sequence, the sample to take.
+    `keys`: the sample, if the block begins with the first sequence.
     """
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)

@@ -166,7 +166,7 @@ class Report:
     sample: Sample | None = None
 
     def __str__(self) -> str:
-        """All rows if there are few; else exact attention, the oracles, and the methods that no other method beats."""
+        """All rows if there are few; else exact attention, the oracles, and the methods of `front`."""
         front = self.front()
         chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
         lines, _ = aligned([_cells(row) for row in chosen])
@@ -178,7 +178,7 @@ class Report:
         return f"<pre>{escape(str(self))}</pre>"
 
     def row(self, name: str, budget: int | None = None) -> Row:
-        """The row of that name and budget (budget None: the only row of that name)."""
+        """The row of that name and budget, or the only row of that name."""
         rows = [row for row in self.rows if row.name == name and (budget is None or row.budget == budget)]
         if len(rows) != 1:
             have = sorted({(row.name, row.budget) for row in self.rows}, key=str)
@@ -186,7 +186,7 @@ class Report:
         return rows[0]
 
     def front(self) -> list[Row]:
-        """The methods that no other one beats, by slots: no other has both less error and no more slots."""
+        """The methods that no other one beats in both error and slots, by slots."""
         rows: list[Row] = []
         for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
             if row.kind == "method" and (not rows or row.error < rows[-1].error):
@@ -194,11 +194,11 @@ class Report:
         return rows
 
     def best(self, budget: int | None) -> Row | None:
-        """The method with the least error among the rows of `budget` that used no more slots; None if there is none."""
+        """The method of `budget` with the least error that used no more slots; None if there is none."""
         return self._best("method", budget, math.inf if budget is None else budget + 1e-6)
 
     def oracle(self, budget: int | None) -> Row | None:
-        """The oracle with the least error at `budget`, a bound for methods; None if there is none."""
+        """The oracle of `budget` with the least error; None if there is none."""
         return self._best("oracle", budget)
 
     def _best(self, kind: str, budget: int | None, most_slots: float = math.inf) -> Row | None:

@@ -1,4 +1,4 @@
-"""The error of a plan on live input: an estimate from a few queries answered exactly, with an interval."""
+"""The error of a plan on live input, estimated from a few queries answered exactly, with an interval."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fewkeys.rest import BlockMeans, ClusterMeans, RunningMeans
 from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
-"""Slots a head may get, in units of the mean."""
+"""Slots of a head, in units of the mean."""
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
 """The same where every query chooses its own keys: heads differ more."""
 COHORTS = 32
@@ -20,7 +20,7 @@ HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 
 STEP_SLOTS = 1 / 8
 """The change of the slots between a candidate and its neighbours, as a share."""
 SCAN_MEANS = (1 / 32, 1 / 8)
-"""Shares of the slots that are means beside a scan."""
+"""Shares of the slots for means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 SINKS = 4
@@ -41,7 +41,7 @@ STEP = Split(1 / 16, 1 / 8, 1 / 16)
 @dataclass(frozen=True)
 class Candidate:
     """A plan and the slots that a query pays for it: the most that it can keep (of recent blocks: on average over a
-    block), plus its stand-ins. `split`: that it was made from, if any.
+    block), plus its stand-ins. `split`: the shares that it was made from, if any.
     """
 
     plan: Plan
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def clusters(self) -> int:
-        """The number of clusters of the plan (0: none). Candidates that share clusters run one after another."""
+        """The number of clusters of the plan; 0 for none."""
         return self.plan.rest.clusters
 
 
@@ -65,13 +65,10 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `width` is D + Dv, by which the price of the first-order term's factors is counted. `biased`: scores have a bias of
-    the distance.
-
     Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: scans,
     and sinks with small windows. In constant memory: recent blocks and running means, with and without sinks; and
-    sinks, leverage (centred) and window. Causal and biased: the latter alone, and sinks and a window for
-    `budget(slots)`.
+    sinks, leverage (centred) and window. Causal and `biased` (scores have a bias of the distance): the latter alone,
+    and sinks and a window for `budget(slots)`. `width` is D + Dv, which sets the price of the first-order term.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -94,9 +91,7 @@ def splits(
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours of a candidate: a little more or less of each share and of the slots, or other rules for the heavy
-    keys.
-    """
+    """The neighbours of a candidate: more or less of a share or of the slots, or other rules for the heavy keys."""
     plan, split, candidates = candidate.plan, candidate.split, []
     if split is not None:
         for name, step in STEP._asdict().items():

@@ -46,34 +46,33 @@ def tune(
 ) -> ModelPlan:
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
-    Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8
-    to 4 times the mean slots, is run in every head of the captured text; so are other rules for the heavy keys (centred
-    leverage, key norm) and sinks, around the splits that did best. Causal: scans, up to 6 times the mean, and sinks
-    with a window, down to 1/8; `memory="constant"`: recent blocks and running means, sinks, leverage and windows; where
-    scores have a bias of the distance (T5): sinks, leverage and windows. The choice minimises, over all heads h,
+    Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
+    mean slots, are run in every head of the captured text; then neighbours of the best splits, and other rules for
+    their heavy keys. Causal: scans, up to 6 times the mean, and sinks with a window, down to 1/8; `memory="constant"`:
+    recent blocks and running means, sinks, leverage and windows; where scores have a bias of the distance (T5): sinks,
+    leverage and windows. The choice minimises, over all heads h,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    or, where the capture holds gradients, sum_h change_h, at the price per slot that the budget allows (Lagrange; the
-    optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
-    output *after the output projection*, relative_h the relative error of its own output, change_h what its error does
-    to the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and for causal
-    scores with a bias sinks and a window of as many slots.
+    or, where the capture holds gradients, sum_h output_change_h, at the price per slot that the budget allows
+    (Lagrange; the optimum among all choices of that many slots). `fewkeys.tuning.score` defines these errors: added_h
+    is that of the layer's output *after the output projection*, relative_h that of the head's own output. `budget` is
+    `fewkeys.budget(slots)`, and for causal scores with a bias sinks and a window.
 
     Args:
-        capture: queries, keys and values of the model on text like the text it will see, from `fewkeys.capture`.
-        slots: slots per query, on average over all heads of the model; or
-        max_error: the largest mean relative output error, as reports show it, that is allowed on this text; slots are
-            then as few as the candidates allow. Exactly one of the two; default 64 slots.
+        capture: from `fewkeys.capture`, on text like the text that the model will see.
+        slots: slots per query, on average over all heads of the model; default 64.
+        max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
+            are then as few as the candidates allow.
         directory: where finished layers are stored, so that an interrupted run on the same capture goes on.
-        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay in memory.
+        memory: of causal plans, as in `fewkeys.budget`.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 
     Returns:
-        `ModelPlan`, whose `record` holds "slots", "error" (mean relative error of head outputs), "layer_error" (of the
-        layers' outputs after the projection) of the choice and the same of `budget(slots)` under "budget", all on the
-        captured text, and the settings.
+        `ModelPlan`, whose `record` holds the settings and, for the choice and under "budget" for `budget(slots)`, the
+        "slots", the "error" (mean relative error of head outputs) and the "layer_error" (of the layers' outputs after
+        the projection) on the captured text.
 
     Raises:
         TypeError, ValueError: malformed arguments.
