@@ -15,7 +15,9 @@ from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
-from fewkeys.flow import Choice, by_plan, canonicalise, choose, run, select
+from fewkeys.core.precision import full_precision
+from fewkeys.execute import dispatch
+from fewkeys.flow import Choice, by_plan, canonicalise, choose, prepare, run
 from fewkeys.judge.exact import Block, Exact, kept_mass
 from fewkeys.judge.result import Effect, Sample
 from fewkeys.judge.tally import Tally
@@ -118,14 +120,10 @@ def judge_block(
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
             generator.manual_seed(entry.seed(where))
-            choice = choose(plan, part)
-            output[:, heads] = run(choice).float()
-            # The same inputs and random numbers give the edges that the output was computed from.
-            generator.manual_seed(entry.seed(where))
-            graph = _graph(choice)
-            first, last = graph.inputs.placeholders, graph.inputs.queries
-            edges[:, heads] = graph.mask(first, last)
-            price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
+            part_output, graph = answer(choose(plan, part))
+            output[:, heads] = part_output.float()
+            edges[:, heads] = graph.mask(graph.inputs.placeholders, graph.inputs.queries)
+            price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
         mass, slots = kept_mass(truth.weights, edges)
         # A head that keeps every key has no stand-ins to pay for.
         slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
@@ -139,12 +137,14 @@ def judge_block(
         entry.kept[layer] += keys.kept(layer, edges[0])
 
 
-def _graph(choice: Choice) -> Graph:
-    """The edges of a plan, or all of them."""
-    if choice.plan.keep is None:
-        return Graph(choice.inputs, full=True)
-    (part,), _ = canonicalise(choice)  # blocks have no padding
-    return select(part, choice.plan)
+@full_precision()
+def answer(choice: Choice) -> tuple[Tensor, Graph]:
+    """The output of a choice on inputs without padding, and the edges that it was computed from."""
+    if choice.is_exact:
+        return run(choice), Graph(choice.inputs, full=True)
+    (part,), restore = canonicalise(choice)
+    problem = prepare(part, choice.plan)
+    return restore([dispatch.attend(problem)[:, :, problem.inputs.placeholders :]]), problem.graph
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
