@@ -31,7 +31,7 @@ HEAVIEST = 16
 
 
 class HeaviestKeys:
-    """The keys with the largest weights of a few queries of the first sequence, and which of them plans keep."""
+    """The keys with the largest weights of a few queries of the first sequence."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
@@ -108,31 +108,23 @@ def judge_block(
     """
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
-    parts = list(by_plan(inputs, entry.plans(layer, block)))
-    if len(parts) == 1 and parts[0][0].keep is None:
-        output = run(choose(parts[0][0], inputs))
-        mass, slots = truth.weights.new_ones(()), truth.visible
-        edges = torch.ones((), dtype=torch.bool, device=output.device).expand(truth.weights.shape)
-    else:
-        output = torch.empty_like(truth.output)
-        edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
-        price = output.new_zeros(inputs.query_heads)
-        for plan, index, part in parts:
-            heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
-            generator.manual_seed(entry.seed(where))
-            part_output, graph = answer(choose(plan, part))
-            output[:, heads] = part_output.float()
-            edges[:, heads] = graph.mask(graph.inputs.placeholders, graph.inputs.queries)
-            price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
-        mass, slots = kept_mass(truth.weights, edges)
-        # A head that keeps every key has no stand-ins to pay for.
-        slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    output = torch.empty_like(truth.output)
+    edges = torch.empty_like(truth.heavy)
+    price = output.new_zeros(inputs.query_heads)
+    for plan, index, part in by_plan(inputs, entry.plans(layer, block)):
+        heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
+        generator.manual_seed(entry.seed(where))
+        part_output, graph = answer(choose(plan, part))
+        output[:, heads] = part_output.float()
+        edges[:, heads] = graph.mask(graph.inputs.placeholders, graph.inputs.queries)
+        price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
-    errors = relative_error(output.float(), truth.output)
-    entry.tally.add(
-        layer, block.heads, errors, mass.expand_as(errors), slots.expand_as(errors), truth.heavy, truth.heavy & edges
-    )
+    mass, slots = kept_mass(truth.weights, edges)
+    # A head that keeps every key has no stand-ins to pay for.
+    slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    errors = relative_error(output, truth.output)
+    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:
         entry.kept[layer] += keys.kept(layer, edges[0])
 
