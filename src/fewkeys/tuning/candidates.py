@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from fewkeys.plan import LEAST_SCANNED, OWN_BLOCK, Plan, budget
-from fewkeys.rest import BlockMeans, ClusterMeans, RunningMeans
+from fewkeys.plan import OWN_BLOCK, Plan, budget
+from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
@@ -77,12 +77,9 @@ def splits(
         size = max(2, round(slots * level))
         if size >= keys:
             continue
-        if searched:
-            candidates += _searched(size, slots)
-        elif listed:
-            candidates += _lists(size)
-        elif is_causal:
-            candidates += _running(size) + _lists(size)
+        if is_causal:
+            plans = _searched(size, slots) if searched else _lists(size) if listed else _running(size) + _lists(size)
+            candidates += [Candidate(plan, size) for plan in plans]
         else:
             candidates += [item for shares in product(HEAVY, WINDOW, RANK) for item in _split(size, *shares, width)]
     # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
@@ -121,13 +118,11 @@ def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> 
     return [Candidate(plan, slots, Split(heavy, window, rank))]
 
 
-def _searched(slots: int, mean: int) -> list[Candidate]:
+def _searched(slots: int, mean: int) -> list[Plan]:
     """Scans with few and many means, and for heads that need less than the mean, sinks and a window."""
-    many = [max(1, int(slots * share)) for share in SCAN_MEANS] if slots >= LEAST_SCANNED else []
-    plans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
-    if SINKS < slots < mean:
-        plans.append(_near(slots))
-    return [Candidate(plan, slots) for plan in plans]
+    many = [max(1, int(slots * share)) for share in SCAN_MEANS]
+    scans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
+    return [*scans, _near(slots)] if SINKS < slots < mean else scans
 
 
 def _scan(count: int, means: int) -> Plan:
@@ -137,31 +132,30 @@ def _scan(count: int, means: int) -> Plan:
 def _near(slots: int) -> Plan:
     """Sinks and a window."""
     sinks = SINKS if slots > SINKS else 0
-    return Plan(_beside(sinks, Window(slots - sinks)), exact_if_faster=True)
+    return _with_sinks(sinks, Window(slots - sinks))
 
 
-def _beside(sinks: int, keep: Selector) -> Selector:
-    return Sinks(sinks) | keep if sinks else keep
-
-
-def _running(slots: int) -> list[Candidate]:
+def _running(slots: int) -> list[Plan]:
     """Recent blocks and running means, with and without sinks."""
-    candidates = []
+    plans = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks
         if means > 0:
-            plan = Plan(_beside(sinks, RecentBlocks(block)), RunningMeans(means), exact_if_faster=True)
-            candidates.append(Candidate(plan, slots))
-    return candidates
+            plans.append(_with_sinks(sinks, RecentBlocks(block), RunningMeans(means)))
+    return plans
 
 
-def _lists(slots: int) -> list[Candidate]:
+def _lists(slots: int) -> list[Plan]:
     """Sinks, leverage (centred) and a window, with nothing for the other keys."""
-    candidates = []
+    plans = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
         window = slots - heavy - sinks
         if window > 0:
             keep = Leverage(heavy, centre=True) | Window(window) if heavy else Window(window)
-            candidates.append(Candidate(Plan(_beside(sinks, keep), exact_if_faster=True), slots))
-    return candidates
+            plans.append(_with_sinks(sinks, keep))
+    return plans
+
+
+def _with_sinks(sinks: int, keep: Selector, rest: Rest = Drop()) -> Plan:
+    return Plan(Sinks(sinks) | keep if sinks else keep, rest, exact_if_faster=True)
