@@ -138,20 +138,15 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 
     Cost O(B Hq m Nk (D + Dv)); memory O(B Hkv Nk (D + Dv)).
     """
-    x, rows = inputs, index.shape[-1]
-
-    def by_key_head(rows: Tensor) -> Tensor:
-        grouped: Tensor = rows.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
-        return grouped
-
-    query = by_key_head(_take(working(x.query), index) * x.scale)
+    x = inputs
+    query = (_take(working(x.query), index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
+    places = index.reshape(x.batch, x.kv_heads, -1)
+    heads = torch.arange(x.query_heads, device=index.device).repeat_interleave(index.shape[2]).view(x.kv_heads, -1)
     key, value = working(x.key).mT, working(x.value)
     step = max(1, SCORES_AT_ONCE // (x.batch * x.kv_heads * x.keys))
-    heads = torch.arange(x.query_heads, device=index.device).view(x.kv_heads, -1).repeat_interleave(rows, 1)
     parts = []
-    pieces = (by_key_head(index).split(step, 2), query.split(step, 2), heads.split(step, 1))
-    for place, part, head in zip(*pieces, strict=True):
-        scores = part @ key
+    for rows, place, head in zip(query.split(step, 2), places.split(step, 2), heads.split(step, 1), strict=True):
+        scores = rows @ key
         if x.bias is not None:
             scores = scores + x.bias.rows(head, place + x.offset, x.keys)
         if x.is_causal:
@@ -160,8 +155,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
         if x.valid is not None:
             scores = scores.masked_fill(~x.valid[:, None, None], -torch.inf)
         parts.append(weights.normalised(scores) @ value)
-    output: Tensor = torch.cat(parts, 2).unflatten(2, (x.gqa_ratio, rows)).flatten(1, 2)
-    return output
+    return torch.cat(parts, 2).reshape(*index.shape, x.value_dim)
 
 
 @torch.no_grad()

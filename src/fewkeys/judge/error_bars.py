@@ -185,10 +185,10 @@ class _Sampled:
         """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and, in units of exp(top), the sums of
         weights (R,) and of weighted values (R, Dv).
         """
-        used, place = kept.byte().topk(int(kept.sum(-1).max()), -1)
+        used, place = kept.byte().topk(max(1, int(kept.sum(-1).max())), -1)
         score, values = self._read(query, head, place)
         score = score.masked_fill(used == 0, -torch.inf)
-        top = torch.cat([score, score.new_full((len(score), 1), -torch.inf)], -1).amax(-1)
+        top = score.amax(-1)
         weight = (score - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(-1)).exp()
         return top, weight.sum(-1), (weight.unsqueeze(-2) @ values).squeeze(-2)
 

@@ -44,10 +44,8 @@ class SpotCheck:
     per_layer: tuple[SpotCheck, ...] = ()
 
     def __str__(self) -> str:
-        text = (
-            f"error {self.error:.3g}, {100 * self.confidence:g} % interval {self.low:.3g} to {self.high:.3g}, "
-            f"from {self.queries:,} of {self.of:,} queries"
-        )
+        interval = f"{100 * self.confidence:g} % interval {self.low:.3g} to {self.high:.3g}"
+        text = f"error {self.error:.3g}, {interval}, from {self.queries:,} of {self.of:,} queries"
         return "\n".join([text, *(f"  layer {i}: {layer}" for i, layer in enumerate(self.per_layer))])
 
 

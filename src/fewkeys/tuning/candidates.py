@@ -48,11 +48,6 @@ class Candidate:
     slots: int
     split: Split | None = field(default=None, compare=False)
 
-    @property
-    def clusters(self) -> int:
-        """The number of clusters of the plan; 0 for none."""
-        return self.plan.rest.clusters
-
 
 def splits(
     slots: int,

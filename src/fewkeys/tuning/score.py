@@ -51,7 +51,7 @@ def score_layer(
     projection = capture.projection(layer)
     total = torch.zeros(3, capture.kv_heads, len(candidates), dtype=torch.float64)
     queries = 0.0
-    order = sorted(range(len(candidates)), key=lambda i: candidates[i].clusters)
+    by_clusters = sorted(enumerate(candidates), key=lambda pair: pair[1].plan.rest.clusters)
     for call in capture.calls(layer):
         generator = torch.Generator(call.query.device).manual_seed(0)
         common = call.checked(generator)
@@ -60,11 +60,11 @@ def score_layer(
         squared_size = torch.linalg.vector_norm(_layer_output(truth, projection), dim=-1).square().clamp_min(1e-30)
         key_statistics(common)
         clusters, problem = -1, common
-        for index in order:
-            if candidates[index].clusters != clusters:
-                clusters, problem = candidates[index].clusters, common.branch()
+        for index, candidate in by_clusters:
+            if candidate.plan.rest.clusters != clusters:
+                clusters, problem = candidate.plan.rest.clusters, common.branch()
             generator.manual_seed(seed)
-            output = attend(problem, candidates[index].plan.never_exact()).float()
+            output = attend(problem, candidate.plan.never_exact()).float()
             errors = _errors(output, truth, squared_size.unsqueeze(1), call.gradient, projection)
             sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in errors])
             total[:, :, index] += sums.view(3, capture.kv_heads, -1).mean(2)
