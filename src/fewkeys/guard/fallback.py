@@ -11,7 +11,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.weights import Weights
 from fewkeys.execute import exact
-from fewkeys.guard.sample import sampled_errors, uniform
+from fewkeys.guard.sample import sampled_errors
 
 QUERIES = 32
 """Queries of each sequence and head that are computed exactly to judge a plan."""
@@ -76,8 +76,7 @@ class Guard:
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
         """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit. Gradients flow."""
         # All heads of all sequences draw the same places, so that no answer depends on the other sequences.
-        places = uniform((self.queries,), inputs.generator, output.device)
-        sample, errors = sampled_errors(inputs, weights, output, places)
+        sample, errors = sampled_errors(inputs, weights, output, (self.queries,), inputs.generator)
         error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed

@@ -159,9 +159,13 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, places: Tensor) -> tuple[QuerySample, Tensor]:
-    """A sample by `draw`, and there `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of a plan's output (B, Hq, Nq, Dv)."""
-    sample = draw(inputs, places)
+def sampled_errors(
+    inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
+) -> tuple[QuerySample, Tensor]:
+    """A sample at random places of this shape, and there `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of a plan's
+    output (B, Hq, Nq, Dv).
+    """
+    sample = draw(inputs, uniform(shape, generator, output.device))
     return sample, relative_error(_take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()
 
 

@@ -15,7 +15,7 @@ from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.flow import by_plan, check_plan, checked, choose, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import pool
-from fewkeys.guard.sample import Estimates, draw, sampled_errors, uniform
+from fewkeys.guard.sample import Estimates, draw, sampled_errors
 from fewkeys.plan import Plan
 
 
@@ -88,9 +88,8 @@ def check_call(
             exact = sample.estimates(torch.zeros_like(sample.index, dtype=torch.float64), heads)
             estimates.append(replace(exact, drawn=torch.zeros_like(exact.drawn)))
         else:
-            output = run(choice)
-            places = uniform((part.batch, part.query_heads, queries), generator, output.device)
-            sample, errors = sampled_errors(part, part_plan.weights, output, places)
+            shape = (part.batch, part.query_heads, queries)
+            sample, errors = sampled_errors(part, part_plan.weights, run(choice), shape, generator)
             estimates.append(sample.estimates(errors, heads))
     return estimates
 

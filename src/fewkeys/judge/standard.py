@@ -34,17 +34,19 @@ def standard_plans(
     sinks = min(SINKS, slots)
     half = slots // 2
     spare = 0 if head_dim is None else int(slots - Moments().slots(head_dim, head_dim))
-    return {
-        "exact": Plan(),
-        "top-k per query (oracle)": Plan(keep=TopK(slots)),
-        "best shared columns (oracle)": Plan(keep=BestColumns(slots)),
-        "random keys": Plan(keep=RandomKeys(slots)),
-        "key norm": Plan(keep=KeyNorm(slots)),
-        "window": Plan(keep=Window(slots)),
-        "sinks + window": Plan(keep=Sinks(sinks) | Window(slots - sinks) if slots > sinks else Sinks(sinks)),
-        "leverage (LevAttention)": Plan(keep=Leverage(slots)),
-        "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
-        "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
-        "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
+    keeps = {
+        "exact": None,
+        "top-k per query (oracle)": TopK(slots),
+        "best shared columns (oracle)": BestColumns(slots),
+        "random keys": RandomKeys(slots),
+        "key norm": KeyNorm(slots),
+        "window": Window(slots),
+        "sinks + window": Sinks(sinks) | Window(slots - sinks) if slots > sinks else Sinks(sinks),
+        "leverage (LevAttention)": Leverage(slots),
+        "leverage (centred)": Leverage(slots, centre=True),
+        "leverage + window": Leverage(half) | Window(slots - half) if half else Window(slots),
+    }
+    return {name: Plan(keep) for name, keep in keeps.items()} | {
+        "moments": Plan(Window(max(1, spare)), Moments()),
         OURS: budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }
