@@ -68,8 +68,8 @@ class Line(NamedTuple):
 class Setting:
     """The facts that determine the lines, beside the plan and the machine."""
 
-    device: str
-    dtype: str
+    device: torch.device
+    dtype: torch.dtype
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -83,25 +83,24 @@ class Setting:
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Setting:
         kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
         sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-        return cls(str(query.device), str(query.dtype), *sizes, torch.get_num_threads(), kernels, is_causal, is_biased)
+        return cls(query.device, query.dtype, *sizes, torch.get_num_threads(), kernels, is_causal, is_biased)
 
     def facts(self) -> dict[str, Any]:
         """The setting as JSON values, a GPU by its name."""
-        facts = asdict(self)
-        if self.device.startswith("cuda"):
-            facts["device"] = torch.cuda.get_device_name(self.device)
-        return facts
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+        return asdict(self) | {"device": device, "dtype": str(self.dtype)}
 
     def draw(self, length: int, *, queries: int | None = None) -> Inputs:
         """Random inputs of `length` tokens; `queries`: only the last ones have queries."""
         generator = torch.Generator("cpu").manual_seed(0)
         queries = length if queries is None else queries
-        rows = ((self.query_heads, queries), (self.kv_heads, length), (self.kv_heads, length))
-        dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        query, key, value = (
-            torch.randn((1, *shape, dim), generator=generator, device="cpu", dtype=torch.float32).to(self.device, dtype)
-            for shape, dim in zip(rows, (self.head_dim, self.head_dim, self.value_dim), strict=True)
+        shapes = (
+            (1, self.query_heads, queries, self.head_dim),
+            (1, self.kv_heads, length, self.head_dim),
+            (1, self.kv_heads, length, self.value_dim),
         )
+        rows = (torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes)
+        query, key, value = (tensor.to(self.device, self.dtype) for tensor in rows)
         bias = query.new_zeros((self.query_heads, 2 * REACH + 1), dtype=torch.float32) if self.is_biased else None
         options: Options = {"is_causal": self.is_causal, "query_offset": length - queries, "distance_bias": bias}
         return check_inputs(query, key, value, **options)
@@ -180,7 +179,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
 
 def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple[list[tuple[Point, Point]], bool]:
     """Units and fastest times of calls, two by two for a line each; and whether the times settled."""
-    times, calm = fastest([call for _, call in points], torch.device(setting.device))
+    times, calm = fastest([call for _, call in points], setting.device)
     timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
     return list(zip(timed[::2], timed[1::2], strict=True)), calm
 
