@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -94,7 +95,7 @@ def tune(
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
     width, causal = capture.head_dim + capture.value_dim, capture.is_causal
     first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
-    scorer = _Scorer(capture, directory, progress, seed)
+    scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
@@ -146,15 +147,16 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
     return {"slots": slots, "error": heads, "layer_error": whole}
 
 
+@dataclass
 class _Scorer:
     """Scores candidates layer by layer, and stores the scores in a folder so that an interrupted run can continue."""
 
-    def __init__(
-        self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
-    ) -> None:
-        self.capture, self.progress, self.seed = capture, progress, seed
-        self.folder = None if directory is None else Path(directory)
-        self.done, self.total = 0, 0
+    capture: Capture
+    folder: Path | None
+    progress: Progress | None
+    seed: int
+    done: int = 0
+    total: int = 0
 
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
         """The scores of each layer's candidates."""
