@@ -25,7 +25,7 @@ from torch import Tensor
 from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs
+from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
 from fewkeys.execute import dispatch, exact
@@ -102,8 +102,8 @@ class Setting:
         rows = (torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes)
         query, key, value = (tensor.to(self.device, self.dtype) for tensor in rows)
         bias = query.new_zeros((self.query_heads, 2 * REACH + 1), dtype=torch.float32) if self.is_biased else None
-        options: Options = {"is_causal": self.is_causal, "query_offset": length - queries, "distance_bias": bias}
-        return check_inputs(query, key, value, **options)
+        offset = length - queries
+        return check_inputs(query, key, value, is_causal=self.is_causal, query_offset=offset, distance_bias=bias)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class Block(AttentionInputs):
         """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
         if self.distance_bias is None:
             return None
-        first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])
-        return DistanceBias(self.distance_bias.float()).of(first, first + queries, keys)
+        last = self.query_offset + self.query.shape[2]
+        return DistanceBias(self.distance_bias.float()).of(self.query_offset, last, self.key.shape[2])
 
     @property
     def past(self) -> Tensor:
@@ -107,11 +107,11 @@ def exact(block: Block, eps: float) -> Exact:
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
     if (bias := block.bias) is not None:
         weights += bias
+    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
     if block.is_causal:
-        visible = block.past.sum(-1)
-        weights.masked_fill_(~block.past, float("-inf"))
-    else:
-        visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
+        past = block.past
+        weights.masked_fill_(~past, -torch.inf)
+        visible = past.sum(-1)
     weights = weights.softmax(-1)
     return Exact(weights, weights @ value, visible, weights >= eps)
 
