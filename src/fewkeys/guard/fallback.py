@@ -80,8 +80,9 @@ class Guard:
         error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed
-        self._count(int(real.sum()) * inputs.query_heads, int(failed.sum()), float(error.sum()))
-        if not bool(failed.any()):
+        fallbacks = int(failed.sum())
+        self._count(int(real.sum()) * inputs.query_heads, fallbacks, float(error.sum()))
+        if fallbacks == 0:
             return output
         if bool((failed | ~real).all()):
             return exact.attend(inputs, weights)

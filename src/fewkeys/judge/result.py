@@ -186,7 +186,7 @@ class Report:
         return rows[0]
 
     def front(self) -> list[Row]:
-        """The methods that no other one beats in both error and slots, by slots."""
+        """The methods that no other one beats, by slots: none has both less error and no more slots."""
         rows: list[Row] = []
         for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
             if row.kind == "method" and (not rows or row.error < rows[-1].error):
@@ -221,9 +221,9 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The report whose `to_dict()` is `data`. Raises ValueError if `data` is not one."""
-        schema = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-        if schema != SCHEMA:
-            raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {schema!r}; use compare')
+        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        if got != SCHEMA:
+            raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
         try:
             return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})
         except ValueError as error:
