@@ -25,10 +25,7 @@ BOTH_WAYS = {name: form for name, form in FORMS.items() if not form.is_causal}
 
 def projection(heads=4, dim=5, rank=3, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return sparsefinder.Projection(
-        torch.randn(heads, dim, rank, generator=g, dtype=torch.float64),
-        torch.randn(heads, dim, rank, generator=g, dtype=torch.float64),
-    )
+    return sparsefinder.Projection(*(torch.randn(heads, dim, rank, generator=g, dtype=torch.float64) for _ in range(2)))
 
 
 def centroids(heads=2, count=4, rank=5, seed=0):
@@ -53,17 +50,18 @@ def by_definition(form, edge):
 
 def mask_of(keep, form, **options):
     q, k, _ = form.draw()
-    mask = keep.graph(q, k, **form.options, **options).to_mask()
-    if form.lengths is not None and form.queries == form.keys:  # padded queries are nobody's
-        mask &= (torch.arange(form.queries) < torch.tensor(form.lengths)[:, None])[:, None, :, None]
-    return mask
+    return of_real_queries(keep.graph(q, k, **form.options, **options).to_mask(), form)
+
+
+def of_real_queries(mask, form):
+    """The mask without the edges of padded queries."""
+    if form.lengths is None or form.queries != form.keys:
+        return mask
+    return mask & (torch.arange(form.queries) < torch.tensor(form.lengths)[:, None])[:, None, :, None]
 
 
 def assert_same(mask, form, edge):
-    expected = by_definition(form, edge)
-    if form.lengths is not None and form.queries == form.keys:
-        expected &= (torch.arange(form.queries) < torch.tensor(form.lengths)[:, None])[:, None, :, None]
-    assert torch.equal(mask, expected)
+    assert torch.equal(mask, of_real_queries(by_definition(form, edge), form))
 
 
 def raw(form):

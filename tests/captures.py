@@ -41,12 +41,11 @@ def captured(
 
 
 def dense(call):
-    """Exact weights and output in float64, and the seen keys: the definition."""
+    """Exact weights and output in float64: the definition."""
     group = call.query.shape[1] // call.key.shape[1]
     key, value = (x.double().repeat_interleave(group, 1) for x in (call.key, call.value))
     scores = call.query.double() @ key.mT * call.scale
-    seen = torch.ones_like(scores, dtype=torch.bool)
     if call.is_causal:
-        seen = seen.tril()
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    weights = scores.softmax(-1)
     return weights, weights @ value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from experiments.sparsefinder import baselines
@@ -153,20 +154,17 @@ def _plans() -> dict[str, Case]:
     """
     plans = {}
     for keep_name, keep in KEEP_CASES.items():
-        for rest_name, rest in REST_CASES.items():
-            for weights_name, weights in WEIGHTS.items():
-                usual = weights_name == "softmax" and rest_name in (
-                    "drop",
-                    *([] if keep.alone else ["first-order means"]),
-                )
-                if not usual and keep_name not in ("leverage + window", "top-k + window + sinks"):
-                    continue
-                try:
-                    plan = Plan(keep.part, rest.part, weights)
-                except ValueError:
-                    continue
-                name = f"{keep_name}, {rest_name}, {weights_name}"
-                plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
+        for (rest_name, rest), (weights_name, weights) in product(REST_CASES.items(), WEIGHTS.items()):
+            rests = ("drop",) if keep.alone else ("drop", "first-order means")
+            usual = weights_name == "softmax" and rest_name in rests
+            if not usual and keep_name not in ("leverage + window", "top-k + window + sinks"):
+                continue
+            try:
+                plan = Plan(keep.part, rest.part, weights)
+            except ValueError:
+                continue
+            name = f"{keep_name}, {rest_name}, {weights_name}"
+            plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
     return plans | SCANS | COHORTS
 
 
@@ -221,12 +219,12 @@ class Shape:
 
     def draw(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value with a common offset of the keys and some large ones, as real heads have them."""
-        g = torch.Generator().manual_seed(seed)
-        query = torch.randn(self.batch, self.query_heads, self.queries, self.head_dim, generator=g, dtype=torch.float64)
-        key = torch.randn(self.batch, self.kv_heads, self.keys, self.head_dim, generator=g, dtype=torch.float64)
-        value = torch.randn(self.batch, self.kv_heads, self.keys, self.value_dim, generator=g, dtype=torch.float64)
-        size = 0.3 + torch.rand(self.batch, self.kv_heads, self.keys, 1, generator=g, dtype=torch.float64) ** 4 * 3
-        offset = torch.randn(self.batch, self.kv_heads, 1, self.head_dim, generator=g, dtype=torch.float64)
+        options = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float64}
+        query = torch.randn(self.batch, self.query_heads, self.queries, self.head_dim, **options)
+        key = torch.randn(self.batch, self.kv_heads, self.keys, self.head_dim, **options)
+        value = torch.randn(self.batch, self.kv_heads, self.keys, self.value_dim, **options)
+        size = 0.3 + torch.rand(self.batch, self.kv_heads, self.keys, 1, **options) ** 4 * 3
+        offset = torch.randn(self.batch, self.kv_heads, 1, self.head_dim, **options)
         return query.to(dtype), (key * size + offset).to(dtype), value.to(dtype)
 
     @property

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fewkeys as fk
 import fewkeys.distributed as fkd
-from distributed_worker import TIMEOUT, problem, split, start
+from distributed_worker import TIMEOUT, problem, shard, start
 
 MEANS = fk.Plan(fk.Outliers(4, 6, cohorts=2) | fk.Window(5), fk.ClusterMeans(6, cohorts=2))
 SCAN = fk.Plan(fk.KeyScan(5), fk.BlockMeans(2))
@@ -48,7 +48,7 @@ def meet(rank, world, folder, fault, call, victim, seed):
     """Every rank but a lost one writes what it got, and after how many seconds."""
     start(rank, world, folder)
     draw, group = random.Random(seed), fkd.Communicator(timeout=TIMEOUT if fault in LOST else 60.0)
-    q, k, v = (split(tensor, world, "even")[rank] for tensor in problem())
+    q, k, v = (shard(tensor, rank, world, "even") for tensor in problem())
     CALLS[call](q, k, v, None)
     dist.barrier()
     call_of_fault = CALLS[call]

@@ -270,8 +270,8 @@ def test_padding_changes_no_choice():
         writer.end_batch()
     long = writer.finish()
     for one, other in zip(
-        score_layer(short, 0, PLANS[:2], seed=0, done=lambda: None).__dict__.values(),
-        score_layer(long, 0, PLANS[:2], seed=0, done=lambda: None).__dict__.values(),
+        score_layer(short, 0, PLANS[:2], seed=0, done=lambda: None),
+        score_layer(long, 0, PLANS[:2], seed=0, done=lambda: None),
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -145,7 +145,7 @@ def test_autocast_is_off_while_the_machine_is_measured(monkeypatch, folder):
 )
 def test_lines_are_measured_near_the_crossing(plan, crossing):
     """Where a plan has a third of exact attention's operations, within bounds."""
-    setting = crossover.Setting("cpu", "torch.float32", 64, 64, False, 2, 1, 1, "none")
+    setting = crossover.Setting(torch.device("cpu"), torch.float32, 2, 2, 64, 64, 1, "none")
     points = crossover._points(setting, plan)
     pairs, tokens = [2 * (crossing // 2) ** 2, 2 * crossing**2], [2 * crossing, 4 * crossing]
     assert [units for units, _ in points] == [*pairs, *tokens, *tokens]
@@ -341,5 +341,5 @@ def test_what_never_comes_to_rest_is_told(monkeypatch):
 def test_more_work_in_less_time_is_told(monkeypatch, times, sound):
     monkeypatch.setattr(crossover, "_points", lambda *_: [(float(1 + place % 2), None) for place in range(6)])
     monkeypatch.setattr(crossover, "fastest", lambda *_: (times, True))
-    setting = crossover.Setting("cpu", "torch.float32", 16, 16, False, 1, 1, 1, "none")
+    setting = crossover.Setting(torch.device("cpu"), torch.float32, 1, 1, 16, 16, 1, "none")
     assert crossover._measured(setting, PLAN)[1] == sound

@@ -5,7 +5,7 @@ import torch
 
 import fewkeys as fk
 from fewkeys.cost import decoding
-from fewkeys.cost.crossover import Line
+from fewkeys.cost.crossover import Line, Setting
 from fewkeys.cost.decoding import NEVER, crossing, exact_length, through
 from fewkeys.memory.coded import _one_token
 
@@ -66,7 +66,7 @@ def test_a_plan_that_never_gives_way_measures_nothing(monkeypatch):
 
 def test_tokens_are_measured_as_streams_take_them():
     """Both calls take a token in and answer it: by exact attention, and by the plan."""
-    inputs = decoding.Heads("cpu", "torch.float32", 4, 2, 16, 8, 1, "none").draw(200)
+    inputs = Setting(torch.device("cpu"), torch.float32, 4, 2, 16, 8, 1, "none", is_causal=True).draw(200, queries=1)
     exactly, by_plan = _one_token(PLAN, inputs)
     assert exactly().shape == by_plan().shape == (1, 4, 1, 8)
     torch.testing.assert_close(exactly(), by_plan(), rtol=1.0, atol=1.0)

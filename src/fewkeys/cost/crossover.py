@@ -3,23 +3,24 @@
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
 `c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
 takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
-where the plan begins to pay, when `impl="auto"` first needs it: some tenths of a second, once a month for every plan,
-device, dtype, number and size of heads and number of threads of a machine and version (`fewkeys.cost.kept`).
+where the plan begins to pay. `impl="auto"` measures lines when it first needs them, in some tenths of a second, and
+keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If they cannot be
+kept, counts of operations decide (`fewkeys.cost.operations`).
 
 The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
-times improve. If that does not end, or more work takes less time, the lines are measured again soon. Until the kept
-numbers expire, the same call runs the same way in every process. The plan runs if its line is clearly below. If numbers
-cannot be kept, nothing is measured, and counts of operations decide (`fewkeys.cost.operations`).
+times improve. If that does not end, or more work takes less time, the lines are measured again soon.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
@@ -34,23 +35,26 @@ from fewkeys.native.tensors import DTYPES
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.9
-"""The plan runs if it is expected to take at most this share of exact attention's time, since lines have errors."""
+"""The plan runs if it is expected to take at most this share of exact attention's time: lines have errors."""
 SHIPPED = 0.3
-"""Without measurements, the plan runs if it has at most this share of exact attention's operations: a cautious share,
-since the operations of plans come in smaller pieces."""
+"""Without measurements, the plan runs if it has at most this share of exact attention's operations: it is small because
+the operations of plans come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
 """The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
 REACH = 128
-"""Of the biases of distances that are tried, as T5 and MPNet have it."""
+"""Of the biases of distances that are measured, as in T5 and MPNet."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
 """Turns end once `CALM_TURNS` of them in a row lowered no time by more than `CALM`."""
 CALM = 0.03
 ENOUGH = 2000.0
 """Milliseconds after which turns end in any case, except the first `FEWEST_TURNS`."""
 
+Call = Callable[[], object]
+Point = tuple[float, float]
+"""Units of work and the milliseconds that they took."""
 
-@dataclass(frozen=True)
-class Line:
+
+class Line(NamedTuple):
     """Milliseconds: `fixed + slope` times the number of units."""
 
     fixed: float
@@ -64,16 +68,42 @@ class Line:
 class Setting:
     """The facts that determine the lines, beside the plan and the machine."""
 
-    device: str
-    dtype: str
+    device: torch.device
+    dtype: torch.dtype
+    query_heads: int
+    kv_heads: int
     head_dim: int
     value_dim: int
-    is_causal: bool
-    heads: int
-    gqa_ratio: int
     threads: int
     kernels: str
+    is_causal: bool = False
     is_biased: bool = False
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Setting:
+        kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
+        sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        return cls(query.device, query.dtype, *sizes, torch.get_num_threads(), kernels, is_causal, is_biased)
+
+    def facts(self) -> dict[str, Any]:
+        """The setting as JSON values, a GPU by its name."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+        return asdict(self) | {"device": device, "dtype": str(self.dtype)}
+
+    def draw(self, length: int, *, queries: int | None = None) -> Inputs:
+        """Random inputs of `length` tokens; `queries`: only the last ones have queries."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        queries = length if queries is None else queries
+        shapes = (
+            (1, self.query_heads, queries, self.head_dim),
+            (1, self.kv_heads, length, self.head_dim),
+            (1, self.kv_heads, length, self.value_dim),
+        )
+        rows = (torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes)
+        query, key, value = (tensor.to(self.device, self.dtype) for tensor in rows)
+        bias = query.new_zeros((self.query_heads, 2 * REACH + 1), dtype=torch.float32) if self.is_biased else None
+        offset = length - queries
+        return check_inputs(query, key, value, is_causal=self.is_causal, query_offset=offset, distance_bias=bias)
 
 
 @dataclass(frozen=True)
@@ -83,35 +113,24 @@ class Expected:
     exact: float
     plan: float
 
-    @property
-    def exact_is_faster(self) -> bool:
-        return self.plan > ADVANTAGE * self.exact
-
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether exact attention is not clearly slower than the plan. Reads no data."""
     times = expected(inputs, plan)
     if times is None:
         return plan_operations(inputs, plan) > SHIPPED * exact_operations(inputs)
-    return times.exact_is_faster
+    return times.plan > ADVANTAGE * times.exact
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
-    """The expected times on inputs of this size by this machine's lines.
-
-    None if no lines can be kept, and for a plan with more arithmetic than exact attention, which needs no measurement.
-    """
+    """The expected times. None if no lines can be kept, and for a plan with more arithmetic than exact attention."""
     if plan_operations(inputs, plan) >= exact_operations(inputs):
         return None
     return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
 
 
 def _expected(x: Inputs, plan: Plan) -> Expected | None:
-    compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES
-    setting = Setting(
-        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, x.kv_heads, x.gqa_ratio),
-        *(torch.get_num_threads(), identity() if compiled else "none", x.bias is not None),
-    )
+    setting = Setting.of(x.query, x.key, x.value, is_causal=x.is_causal, is_biased=x.bias is not None)
     lines = _lines(setting, plan)
     if lines is None:
         return None
@@ -124,66 +143,48 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
     """The kept lines: of exact attention, of preparing the plan, and of attending by it."""
-    facts = asdict(setting) | {"plan": plan.to_dict()}
-    if setting.device.startswith("cuda"):
-        facts["device"] = torch.cuda.get_device_name(setting.device)
-    numbers = kept(facts, lambda: _measured(setting, plan))
+    numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _measured(setting, plan))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
 
 @full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     """The lines, and whether they are reliable."""
-    points = _points(setting, plan)
-    times, calm = fastest([call for _, call in points], torch.device(setting.device))
-    timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
-    pairs = list(zip(timed[::2], timed[1::2], strict=True))
-    return tuple(astuple(_through(pair)) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
+    pairs, calm = timed_pairs(_points(setting, plan), setting)
+    return tuple(_through(pair) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
 
 
-def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], object]]]:
+def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
     """Units of work and a call that does them: two points of each line."""
-    points: list[tuple[float, Callable[[], object]]] = []
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
-    crossing = _crossing(setting, plan)
-    for length in (crossing // 2, crossing):
-        x = _inputs(setting, length)
-        points.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
-    sizes = [_inputs(setting, length) for length in (crossing, 2 * crossing)]
 
     def ready(x: Inputs) -> Problem:
         x = x.branch()  # it has no statistics yet
         graph = keep.select(x)
         return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
-    points += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
-    points += [(x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes]
-    return points
+    # The power of two from which the plan is expected to be faster, by counts of operations.
+    crossing = SHORTEST
+    while crossing < LONGEST and plan_operations(x := setting.draw(crossing), plan) > SHIPPED * exact_operations(x):
+        crossing *= 2
+    half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))
+    pairs = ((x.query_heads * x.keys * visible_keys(x), partial(exact.attend, x, plan.weights)) for x in (half, once))
+    keys = ((x.kv_heads * x.keys, partial(ready, x)) for x in (once, twice))
+    problems = ((x, ready(x)) for x in (once, twice))
+    queries = ((x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, p)) for x, p in problems)
+    return [*pairs, *keys, *queries]
 
 
-def _crossing(setting: Setting, plan: Plan) -> int:
-    """The power of two from which the plan is expected to be faster, by counts of operations."""
-    length = SHORTEST
-    while length < LONGEST and plan_operations(x := _inputs(setting, length), plan) > SHIPPED * exact_operations(x):
-        length *= 2
-    return length
+def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple[list[tuple[Point, Point]], bool]:
+    """Units and fastest times of calls, two by two for a line each; and whether the times settled."""
+    times, calm = fastest([call for _, call in points], setting.device)
+    timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
+    return list(zip(timed[::2], timed[1::2], strict=True)), calm
 
 
-def _inputs(setting: Setting, length: int) -> Inputs:
-    s, draw = setting, torch.Generator("cpu").manual_seed(0)
-    shapes = ((s.heads * s.gqa_ratio, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
-    kind = (torch.device(s.device), getattr(torch, s.dtype.removeprefix("torch.")))
-    sizes = ((1, heads, length, dim) for heads, dim in shapes)
-    query, key, value = (
-        torch.randn(size, generator=draw, device="cpu", dtype=torch.float32).to(*kind) for size in sizes
-    )
-    bias = query.new_zeros((query.shape[1], 2 * REACH + 1), dtype=torch.float32) if s.is_biased else None
-    return check_inputs(query, key, value, is_causal=s.is_causal, distance_bias=bias)
-
-
-def _through(points: Sequence[tuple[float, float]]) -> Line:
+def _through(points: Sequence[Point]) -> Line:
     """The line through two points, with nonnegative coefficients.
 
     If more work took no longer, the measurement was disturbed, and time is taken as proportional to work.
@@ -196,7 +197,7 @@ def _through(points: Sequence[tuple[float, float]]) -> Line:
 
 
 @torch.no_grad()
-def fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
+def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], bool]:
     """The fastest time of each call in ms, after a first run that does not count; and whether the times settled."""
     for call in calls:
         call()

@@ -9,71 +9,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.work import per_score
-from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Line, fastest
+from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Call, Line, Point, Setting, timed_pairs
 from fewkeys.cost.kept import Numbers, kept
-from fewkeys.native.build import identity
-from fewkeys.native.tensors import DTYPES
+from fewkeys.cost.operations import plan_work
 from fewkeys.plan import Plan
 
 LENGTHS = (1024, 8192)
 NEVER = 2**62
 
-
-@dataclass(frozen=True)
-class Heads:
-    """The facts that determine the lines, beside the plan and the machine."""
-
-    device: str
-    dtype: str
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    threads: int
-    kernels: str
-
-    def draw(self, length: int) -> Inputs:
-        """Random inputs of `length` tokens, with the last token's query."""
-        draw, dim = torch.Generator("cpu").manual_seed(0), self.head_dim
-        shapes = ((self.query_heads, 1, dim), (self.kv_heads, length, dim), (self.kv_heads, length, self.value_dim))
-        kind = (torch.device(self.device), getattr(torch, self.dtype.removeprefix("torch.")))
-        query, key, value = (
-            torch.randn((1, *shape), generator=draw, device="cpu", dtype=torch.float32).to(*kind) for shape in shapes
-        )
-        return Inputs(query, key, value, dim**-0.5, is_causal=True, offset=length - 1)
-
-
-Token = Callable[[], object]
-Tokens = Callable[[Plan, Inputs], tuple[Token, Token]]
+Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 """Calls that process one more token after those of the inputs: by exact attention, and by the plan."""
 
 
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
     """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
 
-    0 without `exact_if_faster`. It does not depend on the number of tokens, so that outputs do not depend on the pieces
-    in which tokens come.
+    0 without `exact_if_faster`. Sizes of pieces do not enter, so that outputs do not depend on them.
     """
     if not plan.exact_if_faster:
         return 0
-    kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
-    sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    return _length(plan, Heads(str(query.device), str(query.dtype), *sizes, torch.get_num_threads(), kernels), tokens)
+    return _length(plan, Setting.of(query, key, value, is_causal=True), tokens)
 
 
 @lru_cache(256)
-def _length(plan: Plan, heads: Heads, tokens: Tokens) -> int:
-    numbers = kept(asdict(heads) | {"decoding": plan.to_dict()}, lambda: _measured(plan, heads, tokens))
+def _length(plan: Plan, setting: Setting, tokens: Tokens) -> int:
+    numbers = kept(setting.facts() | {"decoding": plan.to_dict()}, lambda: _measured(plan, setting, tokens))
     if numbers is None:
-        return crossing(*_by_operations(plan, heads), SHIPPED)
+        return crossing(*_by_operations(plan, setting), SHIPPED)
     return crossing(Line(*numbers[0]), Line(*numbers[1]), ADVANTAGE)
 
 
@@ -84,27 +53,26 @@ def crossing(of_exact: Line, of_plan: Line, share: float) -> int:
     return max(0, math.ceil(behind / gained)) if gained > 0 else NEVER
 
 
-def through(points: Sequence[tuple[float, float]]) -> Line:
+def through(points: Sequence[Point]) -> Line:
     """The line through two points, with nonnegative coefficients; the slope of a scan is nearly zero."""
     (x, first), (y, second) = points
     slope = max(0.0, (second - first) / (y - x))
     return Line(max(0.0, min(first, second) - slope * x), slope)
 
 
-def _by_operations(plan: Plan, heads: Heads) -> tuple[Line, Line]:
-    if plan.keep is None:
-        raise ValueError("plan: expected one that chooses keys, got exact attention")
+def _by_operations(plan: Plan, setting: Setting) -> tuple[Line, Line]:
     points = []
     for length in LENGTHS:
-        x = heads.draw(length)
-        work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
+        x = setting.draw(length, queries=1)
+        work = plan_work(x, plan)
         points.append((float(length), work.scores * per_score(x) + work.scanned))
     return Line(0.0, per_score(x)), through(points)
 
 
-def _measured(plan: Plan, heads: Heads, tokens: Tokens) -> tuple[Numbers, bool]:
+@full_precision()
+def _measured(plan: Plan, setting: Setting, tokens: Tokens) -> tuple[Numbers, bool]:
     """The lines of exact attention and of the plan, and whether they are reliable."""
-    by_exact, by_plan = zip(*(tokens(plan, heads.draw(length)) for length in LENGTHS), strict=True)
-    times, calm = fastest([*by_exact, *by_plan], torch.device(heads.device))
-    pairs = [list(zip(map(float, LENGTHS), part, strict=True)) for part in (times[:2], times[2:])]
-    return tuple(astuple(through(pair)) for pair in pairs), calm
+    calls = zip(*(tokens(plan, setting.draw(length, queries=1)) for length in LENGTHS), strict=True)
+    points = [(float(length), call) for line in calls for length, call in zip(LENGTHS, line, strict=True)]
+    pairs, calm = timed_pairs(points, setting)
+    return tuple(through(pair) for pair in pairs), calm

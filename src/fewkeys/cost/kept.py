@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +31,22 @@ LASTS = {True: 30 * 86400, False: 3600}
 def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -> Numbers | None:
     """The numbers kept under `what` (JSON values) for this machine and version; measured if there are none.
 
-    `measure` also returns whether they are reliable; others are kept for an hour. If several processes measure at once,
-    the first to write wins and the others read its numbers. A file that is damaged, old or of something else is
-    replaced. None, without a measurement, if the folder cannot be written.
+    `measure` also returns whether they are reliable. If several processes measure at once, the first to write wins and
+    the others read its numbers. A file that is damaged, old or of something else is replaced. None, without a
+    measurement, if the folder cannot be written.
     """
-    facts = json.loads(json.dumps({**_machine(), **what}))
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    machine = {"fewkeys": VERSION, "torch": torch.__version__, "processor": _digest(processor())[:16]}
+    facts = json.loads(json.dumps({**machine, **what}))
     try:
-        path = cache_folder() / FOLDER / f"{name}.json"
+        path = cache_folder() / FOLDER / f"{_digest(json.dumps(facts, sort_keys=True))[:24]}.json"
         if (numbers := _read(path, facts)) is not None:
             return numbers
         make_folder(path.parent)
         if not os.access(path.parent, os.W_OK):
             return None
         numbers, sound = measure()
-        text = json.dumps({"of": facts, "numbers": numbers, "sound": sound, "at": time.time()}, indent=1)
-        _write_first(path, facts, text + "\n")
+        data = {"of": facts, "numbers": numbers, "sound": sound, "at": time.time()}
+        _write_first(path, facts, json.dumps(data, indent=1) + "\n")
         return _read(path, facts)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
@@ -78,7 +77,5 @@ def _write_first(path: Path, facts: Mapping[str, Any], text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-@lru_cache(1)
-def _machine() -> dict[str, str]:
-    processors = hashlib.sha256(processor().encode()).hexdigest()[:16]
-    return {"fewkeys": VERSION, "torch": torch.__version__, "processor": processors}
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

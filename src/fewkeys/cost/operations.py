@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.work import per_score
+from fewkeys.core.work import Work, per_score
 from fewkeys.plan import Plan
 
 
@@ -22,6 +22,24 @@ def visible_keys(inputs: Inputs) -> float:
     return seen / x.queries
 
 
+def plan_operations(inputs: Inputs, plan: Plan) -> float:
+    """Operations per query of selecting, summarising and attending."""
+    x = inputs
+    if plan.keep is None:
+        return exact_operations(x)
+    work = plan_work(x, plan)
+    # A key head's keys serve `gqa_ratio` query heads.
+    attending = (work.scores * per_score(x) + work.scanned) * answered_queries(x, plan)
+    return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries
+
+
+def plan_work(inputs: Inputs, plan: Plan) -> Work:
+    """The `work` of `keep` and `rest` together."""
+    if plan.keep is None:
+        return Work(visible_keys(inputs))
+    return plan.keep.work(inputs) + plan.rest.work(inputs, plan.keep)
+
+
 def answered_queries(inputs: Inputs, plan: Plan) -> int:
     """Queries that a plan answers: Nq, and the earlier ones too if its stand-ins begin with the first token."""
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
@@ -29,19 +47,5 @@ def answered_queries(inputs: Inputs, plan: Plan) -> int:
 
 def scan_share(inputs: Inputs, plan: Plan) -> float:
     """Operations of a query's scan over those of its kept keys and stand-ins; 0 without a scan."""
-    x = inputs
-    if plan.keep is None:
-        return 0.0
-    work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
-    return work.scanned / (work.scores * per_score(x))
-
-
-def plan_operations(inputs: Inputs, plan: Plan) -> float:
-    """Operations per query of selecting, summarising and attending, by the `work` of `keep` and `rest`."""
-    x = inputs
-    if plan.keep is None:
-        return exact_operations(x)
-    work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
-    # A key head's keys serve `gqa_ratio` query heads.
-    attending = (work.scores * per_score(x) + work.scanned) * answered_queries(x, plan)
-    return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries
+    work = plan_work(inputs, plan)
+    return work.scanned / (work.scores * per_score(inputs))

@@ -11,7 +11,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.weights import Weights
 from fewkeys.execute import exact
-from fewkeys.guard.sample import draw, sampled_errors, uniform
+from fewkeys.guard.sample import sampled_errors
 
 QUERIES = 32
 """Queries of each sequence and head that are computed exactly to judge a plan."""
@@ -22,13 +22,11 @@ class Fallbacks:
     """The counts of a guard so far.
 
     Attributes:
-        calls: attention calls.
-        checked: heads whose error was estimated; a head counts once for each sequence of a batch.
+        calls: attention calls. Those with no more queries than a check computes, or whose plan is exact attention on
+            such input, are answered exactly without a check.
+        checked: heads whose error was estimated, each once for every sequence.
         fallbacks: those of `checked` whose estimate was above the limit, and which were answered exactly.
         error: mean of the estimates over `checked`: the plan's error before any fallback. None before the first check.
-
-    Some calls are answered exactly without a check: they have no more queries than a check computes, or their plan is
-    exact attention on such input.
     """
 
     calls: int = 0
@@ -48,21 +46,18 @@ class Fallbacks:
 class Guard:
     """Checks a plan on every call, and answers exactly for each sequence and head whose error is above `max_error`.
 
-    Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read `fallbacks` afterwards; `fewkeys.apply` makes
-    one for each layer.
+    Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read `fallbacks`, its counts, afterwards;
+    `fewkeys.apply` makes one for each layer.
 
-    The error of a head is estimated from `queries` of its queries, computed exactly. It is the unbiased estimate of
-    `fewkeys.spot_check`, not the upper end of its interval: a head whose true error is near the limit may fall on
-    either side. These mistakes cancel over heads and calls, while the upper end would reject plans that keep the
-    limit. Choose a smaller limit if it must never be exceeded.
+    The error of a head is estimated without bias, as by `fewkeys.spot_check`, from `queries` of its queries, computed
+    exactly. A head whose true error is near the limit may fall on either side; these mistakes cancel over heads and
+    calls. Choose a smaller limit if it must never be exceeded.
 
-    Heads are judged one by one, since usually a few bad heads make a plan bad. Sequences are judged one by one, so that
-    the answer for one does not depend on the others of its batch. A causal call is judged as a whole: later tokens may
-    decide whether earlier outputs are the plan's or the exact ones.
+    Each head of each sequence is judged alone, since usually a few bad heads make a plan bad. A causal call is judged
+    as a whole: later tokens may decide whether earlier outputs are the plan's or the exact ones.
 
     Cost of a call: the plan, plus O(queries n (D + Dv)) per head, plus exact attention for heads that fall back. A
-    call with no more than `queries` queries, such as a decoded token, costs exact attention alone, because checking
-    all its queries is answering it.
+    call with no more than `queries` queries, such as a decoded token, costs exact attention alone.
 
     Raises `ValueError` or `TypeError` for a negative or non-finite `max_error` and for `queries` below 1.
     """
@@ -72,30 +67,21 @@ class Guard:
         if self.max_error < 0:
             raise ValueError(f"max_error: expected at least 0, got {max_error}; 0.05 allows an error of five percent")
         self.queries = check_count("queries", queries)
-        self._seen = Fallbacks()
-
-    @property
-    def fallbacks(self) -> Fallbacks:
-        """The counts so far."""
-        return self._seen
+        self.fallbacks = Fallbacks()
 
     def count_call(self) -> None:
         """Count an attention call."""
-        self._seen = replace(self._seen, calls=self._seen.calls + 1)
+        self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
 
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
-        """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit.
-
-        Gradients flow through the output that is returned.
-        """
-        # All heads of all sequences draw the same places, so that no answer depends on the rest of the batch.
-        sample = draw(inputs, uniform((self.queries,), inputs.generator, output.device))
-        error = sample.mean(sampled_errors(inputs, weights, output, sample))
+        """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit. Gradients flow."""
+        # All heads of all sequences draw the same places, so that no answer depends on the other sequences.
+        sample, errors = sampled_errors(inputs, weights, output, (self.queries,), inputs.generator)
+        error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed
-        checked = int(real.sum()) * inputs.query_heads
         fallbacks = int(failed.sum())
-        self._count(checked, fallbacks, float(error.sum()))
+        self._count(int(real.sum()) * inputs.query_heads, fallbacks, float(error.sum()))
         if fallbacks == 0:
             return output
         if bool((failed | ~real).all()):
@@ -106,16 +92,15 @@ class Guard:
         answer = exact.attend(_single_heads(inputs, sequence, head), weights)
         return output.index_put((sequence, head), answer.squeeze(1))
 
-    def _count(self, checked: int, fallbacks: int, total: float) -> None:
-        before = self._seen
-        total_before = 0.0 if before.error is None else before.error * before.checked
-        total_checked = before.checked + checked
-        error = (total_before + total) / total_checked if total_checked else None
-        self._seen = Fallbacks(before.calls, total_checked, before.fallbacks + fallbacks, error)
+    def _count(self, checked: int, failed: int, errors: float) -> None:
+        """Count heads that were checked and that failed; `errors` is the sum of their estimates."""
+        before = self.fallbacks
+        total, count = (before.error or 0.0) * before.checked + errors, before.checked + checked
+        self.fallbacks = Fallbacks(before.calls, count, before.fallbacks + failed, total / count if count else None)
 
 
 def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:
-    """The problem of these heads alone, (M,) sequences and (M,) query heads, as M sequences of one head."""
+    """The query heads `head` (M,) of the sequences `sequence` (M,), as M sequences of one head."""
     key_head = torch.div(head, inputs.gqa_ratio, rounding_mode="floor")
     return replace(
         inputs,

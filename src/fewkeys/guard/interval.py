@@ -1,40 +1,39 @@
 """An interval for a mean relative error, from stratified samples of few queries.
 
-Relative errors are positive and skewed to the right: most queries have a small one, a few have one many times the
-mean. The normal interval then covers too seldom, because a sample that misses the large errors has both a small mean
-and a small variance. Four corrections restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
+Most queries have a small relative error, a few have one many times the mean. The normal interval then covers too
+seldom, because a sample that misses the large errors has both a small mean and a small variance. Three corrections
+restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
 
-* The variance is estimated over groups of neighbouring stretches, which on average gives at least the true one
-  (`fewkeys.guard.sample.QuerySample.estimates`).
+* The variance is estimated over groups of neighbouring strata, which on average gives at least the true one
+  (`fewkeys.guard.sample`).
 * Student's t in place of the normal quantile, with degrees of freedom from the variances themselves (Welch 1947,
   Biometrika 34): where one group has most of the variance, it has few.
-* The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, which is above
-  `mean + t s`, and moved up by `A (2 t^2 + 1) s / 6` for the estimate's own skewness A (Johnson 1978, J. Am. Stat.
-  Assoc. 73: the skewness of the studentised mean).
-* The lower end is the usual `mean - t s`, not below zero; the same terms would move it up, and are left out.
+* The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, and moved up by
+  `A (2 t^2 + 1) s / 6` for the estimate's own skewness A (Johnson 1978, J. Am. Stat. Assoc. 73). The lower end is the
+  usual `mean - t s`, not below zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 
 from fewkeys.guard.sample import Estimates
 
-_LARGEST = 700.0
+LARGEST = 700.0
 """exp of larger numbers would overflow float64."""
+ANGLES = np.linspace(0.0, np.pi / 2, 2**14 + 1)
 
 
 def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, float]:
     """The mean error over the queries of all populations, and the ends of its interval.
 
-    With shares `w_p` of the queries: `mean = sum_p w_p mean_p`, `s^2 = sum_pg w_p^2 v_pg`, and Welch's degrees of
-    freedom `s^4 / sum_pg (w_p^2 v_pg)^2 / (f_g + 2) - 2`, and the skewness `A = sum_p w_p^3 third_p / s^3`, at least 0.
-    The samples must be independent. Without queries: zeros. Where an error is not finite, all three are the mean.
+    With shares `w_p` of the queries: `mean = sum_p w_p mean_p`, `s^2 = sum_pg w_p^2 v_pg`, Welch's degrees of freedom
+    `s^4 / (sum_pg (w_p^2 v_pg)^2 / (f_g + 2)) - 2`, and the skewness `A = sum_p w_p^3 third_p / s^3`, at least 0. The
+    samples must be independent. Without queries: zeros. Where an error is not finite, all three are the mean.
     """
     total = sum(float(part.count.sum()) for part in parts)
     mean = square = cube = quartic = 0.0
@@ -50,7 +49,7 @@ def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, f
     deviation = math.sqrt(square)
     t = student(confidence, max(1.0, square**2 / quartic - 2))
     skewness = max(0.0, cube / deviation**3)
-    high = mean * math.exp(min(t * deviation / mean, _LARGEST)) + skewness * (2 * t * t + 1) / 6 * deviation
+    high = mean * math.exp(min(t * deviation / mean, LARGEST)) + skewness * (2 * t * t + 1) / 6 * deviation
     return mean, max(0.0, mean - t * deviation), high
 
 
@@ -58,17 +57,11 @@ def student(confidence: float, freedom: float) -> float:
     """The t with `P(|T| <= t) = confidence` for Student's T with real `freedom` >= 1 degrees. Relative error 1e-6.
 
     `T = sqrt(f) tan(a)` has the density `cos(a)^(f - 1)` in the angle a, which is integrated numerically. From 200
-    degrees on, two terms of Fisher's expansion around the normal quantile are closer than that.
+    degrees on, two terms of Fisher's expansion around the normal quantile are closer.
     """
     if freedom >= 200:
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    angle = _angles()
-    density = np.cos(angle) ** (freedom - 1)
+    density = np.cos(ANGLES) ** (freedom - 1)
     area = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return math.sqrt(freedom) * math.tan(float(np.interp(confidence * area[-1], area, angle)))
-
-
-@cache
-def _angles() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.linspace(0.0, np.pi / 2, 2**14 + 1)
+    return math.sqrt(freedom) * math.tan(float(np.interp(confidence * area[-1], area, ANGLES)))

@@ -1,9 +1,8 @@
-"""A plan's error, estimated from a few queries that are answered exactly: all queries would cost O(n^2).
+"""A plan's error, estimated from a few queries that are answered exactly.
 
 The real queries of a sequence, in order of position, are cut into strata of (almost) equal length, and one query is
-drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). Every query is equally likely to be drawn,
-and errors that change along the text (the first queries of a causal layer, which a window covers) add nothing to the
-variance of the mean.
+drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text add
+little to the variance of the mean.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ GROUP = 8
 
 @dataclass(frozen=True, eq=False)
 class QuerySample:
-    """Queries drawn for an exact answer.
-
-    `index` (B, Hq, m) holds their positions, `size` (B, m) the number of queries in each stratum. A sequence of at most
-    m real queries is drawn as a whole: sizes of one, then padding of size zero.
+    """Queries drawn for an exact answer: their positions `index` (B, Hq, m), and the number `size` (B, m) of queries in
+    each stratum. A sequence of at most m real queries is drawn as a whole: sizes of one, then padding of size zero.
     """
 
     index: Tensor
@@ -47,13 +44,12 @@ class QuerySample:
         """The mean error of each sequence and head, from the errors (B, Hq, m), with moments around the true mean.
 
         A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
-        group of about `GROUP` strata. On average that is at least the true variance for all errors if the strata of a
-        group have one length (Cochran, section 5A.12: `E S^2` is the mean variance within a stratum plus the variance
-        of the strata's means). A stratum adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K
-        is the group's third k-statistic: right on average for errors in random order. A stratum that is drawn whole
-        adds nothing.
+        group of about `GROUP` strata. On average that is at least the true variance if the strata of a group have one
+        length (Cochran, section 5A.12: `E S^2` is the mean variance within a stratum plus the variance of the strata's
+        means). It adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K is the group's third
+        k-statistic: right on average for errors in random order. A stratum that is drawn whole adds nothing.
 
-        heads: (Hq,) the numbers of the heads in their model.
+        heads: (Hq,) their numbers in the model.
         """
         strata = self.size.shape[-1]
         groups = max(1, strata // GROUP)
@@ -68,7 +64,12 @@ class QuerySample:
         of_square = self._weight.square().masked_fill(self.size <= 1, 0.0) @ member
         of_cube = (self._weight**3 * (1 - 1 / size) * (1 - 2 / size)) @ member
         variance, third = square * of_square.unsqueeze(1), (cube * of_cube.unsqueeze(1)).sum(-1)
-        return Estimates.of(self.count, (self.size > 0).sum(-1), mean, variance, third, width - 1, heads)
+        counts = (number.unsqueeze(-1).expand_as(mean) for number in (self.count, (self.size > 0).sum(-1)))
+        count, drawn, mean, variance, third = (
+            rows.to("cpu", torch.float64).flatten(0, 1) for rows in (*counts, mean, variance, third)
+        )
+        heads = (torch.arange(errors.shape[1]) if heads is None else heads.cpu()).repeat(len(errors))
+        return Estimates(count, drawn, heads, mean, variance, third, freedom=(width - 1).to("cpu", torch.float64))
 
     @property
     def _weight(self) -> Tensor:
@@ -83,10 +84,9 @@ class QuerySample:
 class Estimates:
     """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
 
-    `count` (P,) queries in each, `drawn` (P,) how many of them were answered exactly, `heads` (P,) the numbers of their
-    heads, `mean` (P,) the estimates, `variance` (P, G) the share of each group of queries in the variance of `mean`,
-    `third` (P,) its third central moment, `freedom` (G,) the groups' degrees of freedom. On the CPU, float64 but for
-    `heads`.
+    (P,): the number `count` of queries, how many were `drawn`, the numbers `heads` of the heads, the estimates `mean`
+    and their third central moments `third`. `variance` (P, G): the share of each group of strata in the variance of
+    `mean`; `freedom` (G,): the groups' degrees of freedom. On the CPU, float64; `heads`: int64.
     """
 
     count: Tensor
@@ -97,32 +97,10 @@ class Estimates:
     third: Tensor
     freedom: Tensor
 
-    @classmethod
-    def of(
-        cls,
-        count: Tensor,
-        drawn: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        third: Tensor,
-        freedom: Tensor,
-        heads: Tensor | None,
-    ) -> Estimates:
-        """From `count` and `drawn` (B,), `mean` and `third` (B, H), `variance` (B, H, G)."""
-        heads = torch.arange(mean.shape[1]) if heads is None else heads
-        count, drawn = (x.unsqueeze(-1).expand_as(mean) for x in (count, drawn))
-        rows = (x.to("cpu", torch.float64).flatten(0, 1) for x in (count, drawn, mean, variance, third))
-        count, drawn, mean, variance, third = rows
-        heads = heads.cpu().repeat(len(mean) // len(heads))
-        return cls(count, drawn, heads, mean, variance, third, freedom.to("cpu", torch.float64))
-
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Uniform numbers for `draw`.
-
-    Without a generator the seed is one that no plan uses: the sampled queries must not depend on a plan's random keys.
-    """
-    if generator is None:
+    """Uniform numbers for `draw`, in float64."""
+    if generator is None:  # the sampled queries must not depend on a plan's random keys: no plan uses this seed
         generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
 
@@ -132,45 +110,43 @@ def draw(inputs: Inputs, places: Tensor) -> QuerySample:
 
     places: broadcastable to (B, Hq, m). Real queries are those of real tokens that see at least one key.
     """
-    real, m = real_queries(inputs), places.shape[-1]
+    real, m = _real_queries(inputs), places.shape[-1]
     count = real.sum(-1, keepdim=True)
     step = torch.arange(m + 1, device=real.device)
     edge = torch.where(count > m, step * count // m, torch.minimum(step, count))
     size = edge.diff()
-    inside = (places * size.unsqueeze(1)).long()
-    rank = (edge[:, None, :-1] + inside).clamp_max(inputs.queries - 1)
+    rank = (edge[:, None, :-1] + (places * size.unsqueeze(1)).long()).clamp_max(inputs.queries - 1)
     order = torch.argsort((~real).to(torch.uint8), stable=True, dim=-1)
-    rank = rank.expand(-1, inputs.query_heads, -1)
-    return QuerySample(order.unsqueeze(1).expand(-1, inputs.query_heads, -1).gather(-1, rank), size)
+    order, rank = (numbers.expand(-1, inputs.query_heads, -1) for numbers in (order.unsqueeze(1), rank))
+    return QuerySample(order.gather(-1, rank), size)
 
 
-def real_queries(inputs: Inputs) -> Tensor:
+def _real_queries(inputs: Inputs) -> Tensor:
     """(B, Nq) marks the queries that belong to a real token and see at least one key."""
     x = inputs
-    seen = torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
-    if x.valid is not None:
-        first = torch.where(x.valid.any(-1), x.valid.to(torch.uint8).argmax(-1), x.keys + x.queries + x.offset)
-        position = torch.arange(x.queries, device=x.query.device) + x.offset
-        last = position if x.is_causal else torch.full_like(position, x.keys)
-        seen = first.unsqueeze(-1) <= last
+    if x.valid is None:
+        return torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
+    seen = x.valid.any(-1, keepdim=True).expand(-1, x.queries)
+    if x.is_causal:
+        first = x.valid.to(torch.uint8).argmax(-1, keepdim=True)
+        seen = seen & (first <= torch.arange(x.queries, device=first.device) + x.offset)
     return seen if x.valid_queries is None else seen & x.valid_queries
 
 
 def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     """Exact attention (B, Hq, m, Dv) of the queries at `index` (B, Hq, m), in float32 or float64.
 
-    Cost O(B Hq m Nk (D + Dv)), the share m / Nq of exact attention; memory O(B Hkv Nk (D + Dv)).
+    Cost O(B Hq m Nk (D + Dv)); memory O(B Hkv Nk (D + Dv)).
     """
-    x, rows = inputs, index.shape[-1]
-    by_key_head = index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
-    query = working(x.query).gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.head_dim)) * x.scale
-    query = query.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
+    x = inputs
+    query = (_take(working(x.query), index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
+    places = index.reshape(x.batch, x.kv_heads, -1)
+    heads = torch.arange(x.query_heads, device=index.device).repeat_interleave(index.shape[2]).view(x.kv_heads, -1)
     key, value = working(x.key).mT, working(x.value)
     step = max(1, SCORES_AT_ONCE // (x.batch * x.kv_heads * x.keys))
-    heads = torch.arange(x.query_heads, device=index.device).view(x.kv_heads, -1).repeat_interleave(rows, 1)
     parts = []
-    for place, part, head in zip(by_key_head.split(step, 2), query.split(step, 2), heads.split(step, 1), strict=True):
-        scores = part @ key
+    for rows, place, head in zip(query.split(step, 2), places.split(step, 2), heads.split(step, 1), strict=True):
+        scores = rows @ key
         if x.bias is not None:
             scores = scores + x.bias.rows(head, place + x.offset, x.keys)
         if x.is_causal:
@@ -179,12 +155,20 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
         if x.valid is not None:
             scores = scores.masked_fill(~x.valid[:, None, None], -torch.inf)
         parts.append(weights.normalised(scores) @ value)
-    output: Tensor = torch.cat(parts, 2).unflatten(2, (x.gqa_ratio, rows)).flatten(1, 2)
-    return output
+    return torch.cat(parts, 2).reshape(*index.shape, x.value_dim)
 
 
-def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, sample: QuerySample) -> Tensor:
-    """`|o~_i - o_i| / |o_i|` (B, Hq, m), in float64, of the plan's output (B, Hq, Nq, Dv) at the sampled queries."""
-    with torch.no_grad():
-        rows = output.gather(2, sample.index.unsqueeze(-1).expand(-1, -1, -1, output.shape[-1]))
-        return relative_error(rows, exact_rows(inputs, weights, sample.index)).double()
+@torch.no_grad()
+def sampled_errors(
+    inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
+) -> tuple[QuerySample, Tensor]:
+    """A sample at random places of this shape, and there `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of a plan's
+    output (B, Hq, Nq, Dv).
+    """
+    sample = draw(inputs, uniform(shape, generator, output.device))
+    return sample, relative_error(_take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """The rows (B, H, m, D) at `index` (B, H, m) of rows (B, H, N, D)."""
+    return rows.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))

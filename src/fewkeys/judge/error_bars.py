@@ -51,8 +51,8 @@ class ErrorBars:
     """Estimates of exact attention, with error bars.
 
     `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
-    gives no bar; `reached` (B, Hq, Nq), bool: whether the bar is at most `error`; `drawn` (B, Hq, Nq), int32:
-    how many keys were drawn.
+    gives none; `reached` (B, Hq, Nq), bool: whether the bar is as small as asked for; `drawn` (B, Hq, Nq), int32: the
+    number of keys drawn.
     """
 
     output: Tensor
@@ -79,21 +79,19 @@ def error_bars(
         bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
 
     Every query attends to the keys that the plan keeps and, in place of the plan's stand-ins, to keys drawn from the
-    others: 64, 128, .. until its bar is at most `error`, or `most` are drawn and `reached` says that it is not. A bar
-    is an upper bound of `|output - exact| / |exact|` that holds with probability `confidence` or more, over the draws
-    and the rotation of the codes, for keys and values that do not depend on these: pass a generator with a secret seed
-    if an adversary may choose keys. Coverage was measured on real heads and on keys made to break it
-    (docs/quality-control.md). It assumes exact arithmetic; errors of rounding are not included.
+    others: 64, 128, .. until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`,
+    without errors of rounding, with probability `confidence` or more over the draws and the rotation of the codes, for
+    keys and values that do not depend on these: pass a generator with a secret seed if an adversary may choose keys.
+    docs/quality-control.md has the measured coverage.
 
     Args:
-        query, key, value: as in `fewkeys.attention`; the bars have no gradient, and tensors that require one are
-            refused.
+        query, key, value: as in `fewkeys.attention`, without gradient.
         plan: one with `Softmax()`. It always runs, also where exact attention is faster.
         error: the relative error to reach.
         confidence: of every bar, in (0, 1).
         most: the most draws of a query, at least 2.
-        **options: those of `fewkeys.attention`, but `distance_bias`. generator: source of the plan's randomness, the
-            rotation and the draws; default: fixed seeds.
+        **options: those of `fewkeys.attention` but `distance_bias`. `generator` is the source of the plan's
+            randomness, the rotation and the draws; default: fixed seeds.
 
     Returns:
         `ErrorBars`. Where the plan keeps every key, the output is exact and its bars are zero.
@@ -101,9 +99,8 @@ def error_bars(
     Raises:
         TypeError, ValueError: malformed input, and whatever the plan refuses.
 
-    Cost O(N D^2) for the codes; for a query O(n D) for scanning them by operations of torch, which is what exact scores
-    cost, and O((kept + drawn) (D + Dv)) for the keys that are read. It is for judging a plan: exact attention is
-    faster.
+    Cost O(N D^2) for the codes; for a query O(n D) for scanning them, as for exact scores, and
+    O((kept + drawn) (D + Dv)). Exact attention is faster.
     """
     check_real("error", error, above=0.0)
     check_real("confidence", confidence, above=0.0, below=1.0)
@@ -123,10 +120,12 @@ def error_bars(
         return ErrorBars(output, zero, zero == 0, zero.int())
     x, unit = rescaled(choice.inputs.clear())
     graph = select(x, plan)
-    sampled = _Sampled(graph, _generator(x.generator), error, 1 - confidence, most)
+    # Without a generator the seed is one that no plan uses.
+    generator = torch.Generator("cpu").manual_seed(0xBA25) if x.generator is None else x.generator
+    sampled = _Sampled(graph, generator, error, 1 - confidence, most)
     x = graph.inputs
-    each = x.batch * x.query_heads * (4 * x.keys + most * (x.head_dim + 2 * x.value_dim))
-    step = max(1, SCORES_AT_ONCE // each)
+    per_query = x.batch * x.query_heads * (4 * x.keys + most * (x.head_dim + 2 * x.value_dim))
+    step = max(1, SCORES_AT_ONCE // per_query)
     starts = range(x.placeholders, x.queries, step)
     parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
     output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))
@@ -134,13 +133,8 @@ def error_bars(
     return ErrorBars(output if unit is None else output * unit, bar.float(), bar <= error, drawn)
 
 
-def _generator(generator: torch.Generator | None) -> torch.Generator:
-    """`generator`, or one with a seed that no plan uses."""
-    return torch.Generator("cpu").manual_seed(0xBA25) if generator is None else generator
-
-
 class _Sampled:
-    """The tensors that queries read, by sequence and key head."""
+    """Attention to kept and drawn keys. Keys and values are flat: one row for each sequence and key head."""
 
     def __init__(self, graph: Graph, generator: torch.Generator, error: float, miss: float, most: int) -> None:
         x = graph.inputs
@@ -148,8 +142,8 @@ class _Sampled:
         self.codes = RandomCodes.of(x.key, x.valid, generator)
         self.key, self.value = working(x.key).flatten(0, 1), working(x.value).flatten(0, 1)
         self.length = self.value.norm(dim=-1)
-        looks = [FIRST << i for i in range(most.bit_length()) if FIRST << i < most]
-        self.looks, self.miss = [*looks, most], miss / (len(looks) + 1)
+        self.counts = [*(FIRST << i for i in range(most.bit_length()) if FIRST << i < most), most]
+        self.miss = miss / len(self.counts)
 
     def attend(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Output (B, Hq, M, Dv), bar and number of draws (B, Hq, M) of queries start .. stop - 1."""
@@ -157,39 +151,44 @@ class _Sampled:
         query = working(x.grouped_query()[:, :, :, start:stop].flatten(2, 3)) * x.scale
         kept = self.graph.mask(start, stop)
         free = (visible(x, start, stop) & ~kept).flatten(0, 2)
-        log = self.codes.log_weights(query).flatten(0, 2).masked_fill(~free, -torch.inf)
+        log_weight = self.codes.log_weights(query).flatten(0, 2).masked_fill(~free, -torch.inf)
         head = torch.arange(len(self.key), device=query.device).repeat_interleave(query.shape[2])
         query = query.flatten(0, 2)
-        top, total, sums = self._of_kept(query, head, kept.flatten(0, 2))
-        place, log_chance, log_sum = self._draw(log)
+        top, kept_weight, kept_sum = self._of_kept(query, head, kept.flatten(0, 2))
+        place, log_chance, log_total = self._draw(log_weight)
         longest = (self.length[head] * free).amax(-1)
-        output, bar = sums / positive(total).unsqueeze(-1), torch.zeros_like(total)
-        drawn = torch.zeros_like(total, dtype=torch.int32)
+        output, bar = kept_sum / positive(kept_weight).unsqueeze(-1), torch.zeros_like(kept_weight)
+        drawn = torch.zeros_like(kept_weight, dtype=torch.int32)
         live = free.any(-1).nonzero().squeeze(-1)
-        for count in self.looks:
+        for count in self.counts:
             if not len(live):
                 break
             score, values = self._read(query[live], head[live], place[live, :count])
             log_ratio = score - log_chance[live, :count]
             # In units of the largest weight or ratio of a query.
             shift = torch.maximum(top[live], log_ratio.amax(-1))
-            unit, ratio = (top[live] - shift).exp(), (log_ratio - shift.unsqueeze(-1)).exp()
-            of_kept = total[live] * unit, sums[live] * unit.unsqueeze(-1)
-            bounds = (log_sum[live] - shift).exp(), longest[live]
-            output[live], bar[live] = _estimate(ratio, values, of_kept, bounds, self.miss)
-            drawn[live] = count
+            ratio, unit = (log_ratio - shift.unsqueeze(-1)).exp(), (top[live] - shift).exp()
+            total = kept_weight[live] * unit + ratio.mean(-1)
+            drawn_sum = ((ratio / count).unsqueeze(-2) @ values).squeeze(-2)
+            estimate = (kept_sum[live] * unit.unsqueeze(-1) + drawn_sum) / total.unsqueeze(-1)
+            length, largest_ratio = estimate.norm(dim=-1), (log_total[live] - shift).exp()
+            deviation = (ratio.unsqueeze(-1) * (values - estimate.unsqueeze(-2))).var(-2).sum(-1).sqrt()
+            of_sum = half_width(deviation, largest_ratio * (longest[live] + length), count, self.miss)
+            of_total = half_width(ratio.std(-1), largest_ratio, count, self.miss)
+            radius = _quotient(of_sum, total - of_total)
+            output[live], bar[live], drawn[live] = estimate, _quotient(radius, length - radius), count
             live = live[bar[live] > self.error]
         shape = (x.batch, x.query_heads, stop - start)
         return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
 
     def _of_kept(self, query: Tensor, head: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of R queries and the keys (R, N) they keep: the largest score `top` (R,), and, relative to exp(top), the sums
-        of weights (R,) and of weighted values (R, Dv).
+        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and, in units of exp(top), the sums of
+        weights (R,) and of weighted values (R, Dv).
         """
-        used, place = kept.byte().topk(int(kept.sum(-1).max()), -1)
+        used, place = kept.byte().topk(max(1, int(kept.sum(-1).max())), -1)
         score, values = self._read(query, head, place)
         score = score.masked_fill(used == 0, -torch.inf)
-        top = torch.cat([score, score.new_full((len(score), 1), -torch.inf)], -1).amax(-1)
+        top = score.amax(-1)
         weight = (score - top.masked_fill(top == -torch.inf, 0.0).unsqueeze(-1)).exp()
         return top, weight.sum(-1), (weight.unsqueeze(-2) @ values).squeeze(-2)
 
@@ -202,37 +201,18 @@ class _Sampled:
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys (R, most) by their weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
 
-        All rows draw as often, whether or not they use it: a row's draws do not depend on others.
+        All rows draw as often, so that a row's draws do not depend on others.
         """
         top = log.amax(-1, keepdim=True)
         log = log.sub(top.masked_fill(top == -torch.inf, 0.0)).double()
         below = log.exp().cumsum(-1)
-        shape = (len(log), self.looks[-1])
+        shape = (len(log), self.counts[-1])
         uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=self.generator.device)
         # A product that rounds up to the whole sum would draw the last key, which may be hidden.
         place = torch.searchsorted(below, uniform.to(log.device) * (1 - 2**-50) * below[:, -1:], right=True)
         place = place.clamp_max(log.shape[-1] - 1)
         log_sum = below[:, -1].log()
         return place, log.gather(-1, place) - log_sum.unsqueeze(-1), log_sum + top.squeeze(-1)
-
-
-def _estimate(
-    ratio: Tensor, values: Tensor, of_kept: tuple[Tensor, Tensor], bounds: tuple[Tensor, Tensor], miss: float
-) -> tuple[Tensor, Tensor]:
-    """The outputs (R, Dv), and bars (R,) which are missed with a probability of at most `miss`.
-
-    ratio (R, m), values (R, m, Dv): of the draws; of_kept (R,) and (R, Dv): sums of the kept keys' weights and weighted
-    values; bounds (R,): of ratios, and of the lengths of values.
-    """
-    count = ratio.shape[-1]
-    total = of_kept[0] + ratio.mean(-1)
-    output = (of_kept[1] + ((ratio / count).unsqueeze(-2) @ values).squeeze(-2)) / total.unsqueeze(-1)
-    apart = ratio.unsqueeze(-1) * (values - output.unsqueeze(-2))
-    length, (largest, longest) = output.norm(dim=-1), bounds
-    off = half_width(apart.var(-2).sum(-1).sqrt(), largest * (longest + length), count, miss)
-    lost = half_width(ratio.std(-1), largest, count, miss)
-    radius = _quotient(off, total - lost)
-    return output, _quotient(radius, length - radius)
 
 
 def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:

@@ -1,13 +1,14 @@
 """Exact attention in bounded blocks: the reference for every plan of a comparison.
 
-For `query (B, Hq, N, D)`, `key (B, Hkv, N, D)`, `value (B, Hkv, N, Dv)`: `W = softmax(scale * query key^T)` in float32,
-output `W value`. `W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
+`W = softmax(scale * query key^T)`, output `W value`. `W` is n x n, so it exists for one block of sequences and heads at
+a time, and is shared by all plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
-# Entries of W in a block (float32: 16 MB). A block holds at least one sequence and one key head with its queries. glibc
-# maps pieces of more than 32 MB anew each time, page by page, which takes as long as the arithmetic.
 BLOCK = 2**22
+"""Entries of W in a block (float32: 16 MB). glibc maps pieces of more than 32 MB anew each time, page by page, which
+takes as long as the arithmetic.
+"""
 TIMED = 2**25
-"""Entries of W that plans are timed on at most, whatever `BLOCK` is: oracles store them."""
+"""Entries of W that plans are timed on at most: oracles store them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block(AttentionInputs):
-    """Some sequences and heads of one attention call, without padding: every query and key is real.
-
-    `heads`: which query heads of the call; `sequence`: the first of its sequences.
+    """Sequences and heads of one attention call, without padding: its query heads `heads`, its sequences from
+    `sequence` on.
     """
 
     heads: slice = field(default_factory=lambda: slice(None))
@@ -38,16 +39,20 @@ class Block(AttentionInputs):
         """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
         if self.distance_bias is None:
             return None
-        first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])
-        return DistanceBias(self.distance_bias.float()).of(first, first + queries, keys)
+        last = self.query_offset + self.query.shape[2]
+        return DistanceBias(self.distance_bias.float()).of(self.query_offset, last, self.key.shape[2])
+
+    @property
+    def past(self) -> Tensor:
+        """(N, Nk) marks the keys that a causal query sees."""
+        size = (self.query.shape[2], self.key.shape[2])
+        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The weights and the output of exact attention in a block.
-
-    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,) counts the keys that a query sees. `heavy`
-    (B, H, N, Nk) marks the weights >= eps.
+    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), the number `visible` (N,) of keys
+    that a query sees, and `heavy` (B, H, N, Nk), which marks the weights >= eps.
     """
 
     weights: Tensor
@@ -65,24 +70,23 @@ def first_sequence(call: AttentionInputs) -> Block:
 def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     """Cut one attention call into blocks of at most `most` (`BLOCK`) entries of W, or one sequence and key head.
 
-    Padding is cut out, which does not change the other rows (masked = deleted). Padded sequences take a block each.
-    Queries at padded positions are padding too.
+    Padding is cut out, of the queries too. Padded sequences take a block each.
     """
-    query, key, value, mask = call.query, call.key, call.value, call.key_mask
-    padded = mask is not None and not bool(mask.all())
-    if padded and call.query_offset:
+    query, key, value = call.query, call.key, call.value
+    mask = None if call.key_mask is None or bool(call.key_mask.all()) else call.key_mask
+    if mask is not None and call.query_offset:
         raise ValueError(
             f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
         )
-    if padded and mask is not None and call.distance_bias is not None and has_interior_padding(mask):
+    if mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     group = query.shape[1] // key.shape[1]
     most, size = BLOCK if most is None else most, query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], most // size))
-    rows = 1 if padded or heads < key.shape[1] else max(1, most // (size * heads))
+    rows = 1 if mask is not None or heads < key.shape[1] else max(1, most // (size * heads))
     for b in range(0, query.shape[0], rows):
         q, k, v = (x[b : b + rows] for x in (query, key, value))
-        if padded and mask is not None:
+        if mask is not None:
             real = mask[b]
             if not bool(real.any()):
                 continue
@@ -101,23 +105,21 @@ def exact(block: Block, eps: float) -> Exact:
     group = block.query.shape[1] // block.key.shape[1]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
-    queries, keys = weights.shape[-2:]
     if (bias := block.bias) is not None:
         weights += bias
-    visible = torch.full((queries,), keys, device=weights.device)
+    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
     if block.is_causal:
-        seen = torch.ones((queries, keys), dtype=torch.bool, device=weights.device).tril(block.query_offset)
-        weights.masked_fill_(~seen, float("-inf"))
-        visible = seen.sum(-1)
+        past = block.past
+        weights.masked_fill_(~past, -torch.inf)
+        visible = past.sum(-1)
     weights = weights.softmax(-1)
     return Exact(weights, weights @ value, visible, weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight on the kept keys and their number, both (B, H, N). One head at a time, so that it stays in cache."""
-    mass, slots = [], []
-    for weight, edge in zip(weights.flatten(0, 1), edges.flatten(0, 1), strict=True):
-        flags = edge.to(weight.dtype)
-        mass.append((weight * flags).sum(-1))
-        slots.append(flags.sum(-1))
-    return torch.stack(mass).view(edges.shape[:3]), torch.stack(slots).view(edges.shape[:3])
+    """The weight on the kept keys and their number, both (B, H, N)."""
+    mass, count = torch.empty(2, *edges.shape[:3], dtype=weights.dtype, device=weights.device)
+    for place in product(*map(range, edges.shape[:2])):  # one head at a time stays in cache
+        flags = edges[place].to(weights.dtype)
+        mass[place], count[place] = (weights[place] * flags).sum(-1), flags.sum(-1)
+    return mass, count

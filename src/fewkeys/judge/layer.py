@@ -15,7 +15,9 @@ from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
-from fewkeys.flow import Choice, by_plan, canonicalise, choose, run, select
+from fewkeys.core.precision import full_precision
+from fewkeys.execute import dispatch
+from fewkeys.flow import Choice, by_plan, canonicalise, choose, prepare, run
 from fewkeys.judge.exact import Block, Exact, kept_mass
 from fewkeys.judge.result import Effect, Sample
 from fewkeys.judge.tally import Tally
@@ -23,13 +25,13 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 QUERIES, HEADS = 4, 512
-"""Queries of a sample, in models of up to so many heads in all: larger ones have fewer, but at least one."""
+"""Queries of a sample in models of up to so many heads in all; larger models have fewer, but at least one."""
 HEAVIEST = 16
 """Keys of a query in a sample."""
 
 
 class HeaviestKeys:
-    """Collects the keys with the largest weights of a few queries of the first sequence."""
+    """The keys with the largest weights of a few queries of the first sequence."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
@@ -38,7 +40,7 @@ class HeaviestKeys:
         self.weights: list[list[Tensor]] = [[] for _ in range(layers)]
 
     def add(self, layer: int, truth: Exact) -> None:
-        """Collect the keys of a block that begins with the first sequence."""
+        """Add the keys of a block that begins with the first sequence."""
         weights = truth.weights[0]
         length = weights.shape[1]
         count = min(self.count, length)
@@ -48,16 +50,16 @@ class HeaviestKeys:
         self.weights[layer].append(largest)
 
     def kept(self, layer: int, edges: Tensor) -> list[str]:
-        """Of `edges` (H, N, Nk) of the block that was added last: for each head, a flag for each key collected."""
+        """For each head of the block that was added last, a flag for each of its keys: is it in `edges` (H, N, Nk)?"""
         flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
-        return ["".join("01"[flag] for flag in head) for head in flags.flatten(1).int().tolist()]
+        return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
     def sample(self) -> Sample | None:
-        """What was collected; None if there was nothing."""
+        """The sample; None where the first sequence is all padding."""
         if not all(self.keys):
             return None
         keys = [torch.cat(parts).tolist() for parts in self.keys]
-        weights = [(torch.cat(parts).double() * 1e4).round().div(1e4).tolist() for parts in self.weights]
+        weights = [torch.cat(parts).double().round(decimals=4).tolist() for parts in self.weights]
         return Sample(self.queries.tolist(), keys, weights)
 
 
@@ -86,17 +88,15 @@ class Entry:
         """The plan of each key head of a block, without the way out to exact attention."""
         if isinstance(self.plan, Plan):
             return [self.plan.never_exact()] * block.key.shape[1]
-        group = block.query.shape[1] // block.key.shape[1]
-        head_plans: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
-        return tuple(plan.never_exact() for plan in head_plans)
+        first = block.heads.start * block.key.shape[1] // block.query.shape[1]
+        return [plan.never_exact() for plan in self.plan[layer][first : first + block.key.shape[1]]]
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
-        """A generator seeded by `where` (which begins with the seed) and this row, independent of the other rows."""
-        return self.restart(torch.Generator(device), where)
+        """A generator seeded by `where` (which begins with the seed) and this row."""
+        return torch.Generator(device).manual_seed(self.seed(where))
 
-    def restart(self, generator: torch.Generator, where: str) -> torch.Generator:
-        """Reset a generator to the state in which `generator(where, ...)` returns it."""
-        return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
+    def seed(self, where: str) -> int:
+        return zlib.crc32(f"{where}/{self.name}/{self.budget}".encode())
 
 
 def judge_block(
@@ -104,78 +104,62 @@ def judge_block(
 ) -> None:
     """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally.
 
-    `keys`: where the block begins with the first sequence, the sample to take.
+    `keys`: the sample, if the block begins with the first sequence.
     """
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
-    parts = list(by_plan(inputs, entry.plans(layer, block)))
-    if len(parts) == 1 and parts[0][0].keep is None:
-        output = run(choose(parts[0][0], inputs))
-        mass, slots = truth.weights.new_ones(()), truth.visible
-        edges = torch.ones((), dtype=torch.bool, device=output.device).expand(truth.weights.shape)
-    else:
-        output = torch.empty_like(truth.output)
-        edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
-        price = output.new_zeros(inputs.query_heads)
-        for plan, index, part in parts:
-            heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
-            entry.restart(generator, where)
-            choice = choose(plan, part)
-            output[:, heads] = run(choice).float()
-            # The same inputs and random numbers give the edges that the output was computed from.
-            entry.restart(generator, where)
-            graph = _graph(choice)
-            first, last = graph.inputs.placeholders, graph.inputs.queries
-            edges[:, heads] = graph.mask(first, last)
-            price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
-        mass, slots = kept_mass(truth.weights, edges)
-        # A head that keeps every key has no stand-ins to pay for.
-        slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    output = torch.empty_like(truth.output)
+    edges = torch.empty_like(truth.heavy)
+    price = output.new_zeros(inputs.query_heads)
+    for plan, index, part in by_plan(inputs, entry.plans(layer, block)):
+        heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
+        generator.manual_seed(entry.seed(where))
+        part_output, graph = answer(choose(plan, part))
+        output[:, heads] = part_output.float()
+        edges[:, heads] = graph.mask(graph.inputs.placeholders, graph.inputs.queries)
+        price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
-    errors = relative_error(output.float(), truth.output)
-    mass, slots = mass.expand_as(errors), slots.expand_as(errors)
-    heavy, heavy_kept = (marks.sum((0, 2, 3)) for marks in (truth.heavy, truth.heavy & edges))
-    entry.tally.add(layer, block.heads, errors, mass, slots, heavy, heavy_kept)
+    mass, slots = kept_mass(truth.weights, edges)
+    # A head that keeps every key has no stand-ins to pay for.
+    slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    errors = relative_error(output, truth.output)
+    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:
         entry.kept[layer] += keys.kept(layer, edges[0])
 
 
-def _graph(choice: Choice) -> Graph:
-    """The edges of a plan, or all of them."""
-    if choice.plan.keep is None:
-        return Graph(choice.inputs, full=True)
-    (part,), _ = canonicalise(choice)  # blocks have no padding
-    return select(part, choice.plan)
-
-
-def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> Tensor:
-    options = block.options(entry.generator(where, block.query.device), impl)
-    return attention(block.query, block.key, block.value, plan=entry.plans(layer, block), **options)
+@full_precision()
+def answer(choice: Choice) -> tuple[Tensor, Graph]:
+    """The output of a choice on inputs without padding, and the edges that it was computed from."""
+    if choice.is_exact:
+        return run(choice), Graph(choice.inputs, full=True)
+    (part,), restore = canonicalise(choice)
+    problem = prepare(part, choice.plan)
+    return restore([dispatch.attend(problem)[:, :, problem.inputs.placeholders :]]), problem.graph
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
     """Time the plan and exact attention in turns, so that other load affects both. Both have run before."""
-    mask = _mask(block)
+    mask, device, rows = _mask(block), block.query.device, (block.query, block.key, block.value)
+    causal = block.is_causal and mask is None
+
+    def run_exact() -> Tensor:
+        return scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=causal, scale=block.scale, enable_gqa=True)
+
+    def run_plan() -> Tensor:
+        options = block.options(entry.generator(where, device), impl)
+        return attention(*rows, plan=entry.plans(layer, block), **options)
+
     for _ in range(repeats):
-        entry.exact_ms.append(clock(lambda: _exact_attention(block, mask), block.query.device))
-        entry.ms.append(clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
+        entry.exact_ms.append(clock(run_exact, device))
+        entry.ms.append(clock(run_plan, device))
 
 
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
+    bias = None if block.bias is None else block.bias.to(block.query.dtype)
     # The fused causal kernel requires that query 0 stands at key 0.
-    hidden = block.is_causal and (block.query_offset > 0 or block.distance_bias is not None)
-    if not hidden:
-        return None if block.bias is None else block.bias.to(block.query.dtype)
-    device = block.query.device
-    rows = torch.arange(block.query.shape[2], device=device)[:, None] + block.query_offset
-    seen = torch.arange(block.key.shape[2], device=device) <= rows
-    return seen if block.bias is None else block.bias.to(block.query.dtype).masked_fill(~seen, -torch.inf)
-
-
-def _exact_attention(block: Block, mask: Tensor | None) -> Tensor:
-    causal = block.is_causal and mask is None
-    return scaled_dot_product_attention(
-        block.query, block.key, block.value, attn_mask=mask, is_causal=causal, scale=block.scale, enable_gqa=True
-    )
+    if not block.is_causal or (block.query_offset == 0 and bias is None):
+        return bias
+    return block.past if bias is None else bias.masked_fill(~block.past, -torch.inf)

@@ -1,11 +1,9 @@
-"""The result of a comparison: plain numbers that survive a round trip through JSON unchanged.
-
-`compare` fills a `Report`, `fewkeys.report` shows it. It holds no tensors, models or plots.
-"""
+"""The result of a comparison: plain numbers that survive a round trip through JSON unchanged."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,25 +28,25 @@ class Row:
     The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
 
     Attributes:
-        name: what the row is called; together with `budget` it is unique in a report.
+        name: together with `budget` it is unique in a report.
         budget: the requested slots; None for a plan that was not made for a budget (exact attention).
         kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
-        plan: the plan in words; `config` is the same plan as `Plan.to_dict()` gives it.
+        plan: the plan in words; `config`: as `Plan.to_dict()` gives it.
         slots: mean slots used per query: kept keys plus the price of the stand-ins.
         error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the
             same population (to within 0.1 percent, from a histogram).
         worst_head: [layer, head] with the largest mean error, which is `worst_head_error`.
         mass: mean share of the exact attention weight of a query that lies on its kept keys.
         recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
-        cosine: mean over sequences of the cosine between the mean-pooled last hidden states of the exact model and of
-            the model with this plan in every layer; `cosine_min` is the worst sequence. `token_cosine` is the mean
-            over tokens of the cosine between their last hidden states. All None if no model was given.
+        cosine: between the mean-pooled last hidden states of the exact model and of the model with this plan in every
+            layer, mean over sequences; `cosine_min`: of the worst sequence; `token_cosine`: between the last hidden
+            states of each token, mean over tokens. All None if no model was given.
         ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`).
         exact_ms: the same for exact attention (`scaled_dot_product_attention`), measured in turns with the plan.
         per_layer: lists of length `layers` under "error", "mass", "recall" and "slots".
         per_head: lists of `layers` lists of `query_heads` numbers under "error", "mass" and "recall".
-        kept: for each layer and query head, which keys of `Report.sample` the plan keeps: a character for each query
-            and key, in their order, "1" for kept.
+        kept: for each layer and query head, a character for each query and key of `Report.sample`, in their order: "1"
+            if the plan keeps the key.
     """
 
     name: str
@@ -80,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Effect:
-    """Of a plan on the whole model: `cosine`, `cosine_min` and `token_cosine` of a `Row`."""
+    """The effect of a plan on the whole model, as in `Row`."""
 
     cosine: float
     cosine_min: float
@@ -89,9 +87,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class WholeTime:
-    """A whole model of the same shape, one text of `length` tokens: median milliseconds over `turns`.
-
-    `name` and `budget` are those of a `Row`, whose plan runs in every layer; `exact_ms` was measured in turns with it.
+    """A whole model of the same shape with the plan of the row `name`, `budget` in every layer, on one text of `length`
+    tokens: median milliseconds over `turns`, and `exact_ms` of exact attention, measured in turns with it.
     """
 
     name: str
@@ -104,7 +101,7 @@ class WholeTime:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
+    """A plan that could not be judged on this model, and why."""
 
     name: str
     budget: int | None
@@ -116,10 +113,10 @@ class Sample:
     """A few queries of the first sequence, and the keys with their largest weights in exact attention.
 
     Attributes:
-        tokens: of the sequence, as its tokenizer writes them; empty if unknown.
-        queries: the positions of the queries.
+        queries: positions.
         keys, weights: for each layer, query head and query, the positions of its keys and their weights, the heaviest
             first.
+        tokens: of the sequence, as its tokenizer writes them; empty if unknown.
     """
 
     queries: list[int]
@@ -133,13 +130,12 @@ class Report:
     """All rows of one comparison, and the settings to repeat it.
 
     The JSON form is an object with these keys, `"schema": "fewkeys.report/1"` and a checksum. Numbers that do not exist
-    are null, never NaN. Nothing depends on the date. Only times, `versions` and `machine` depend on the machine (up to
-    rounding).
+    are null, never NaN. Only times, `versions` and `machine` depend on the machine (up to rounding), nothing on the
+    date.
 
     Attributes:
         model: name or folder of the model.
-        layers, query_heads, kv_heads, head_dim, value_dim: the shape of its attention.
-        is_causal: whether tokens see only what came before them.
+        layers, query_heads, kv_heads, head_dim, value_dim, is_causal: of its attention.
         sequences, length, tokens: sequences judged, the longest one, and all valid tokens together.
         settings: "eps", "seed", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and the caller's
             additions (the command line adds "text").
@@ -170,7 +166,7 @@ class Report:
     sample: Sample | None = None
 
     def __str__(self) -> str:
-        """All rows if there are few; else exact attention, the oracles, and the methods that no other method beats."""
+        """All rows if there are few; else exact attention, the oracles, and the methods of `front`."""
         front = self.front()
         chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
         lines, _ = aligned([_cells(row) for row in chosen])
@@ -182,36 +178,32 @@ class Report:
         return f"<pre>{escape(str(self))}</pre>"
 
     def row(self, name: str, budget: int | None = None) -> Row:
-        """The row of that name and budget (budget None: the only row of that name)."""
-        matches = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]
-        if len(matches) != 1:
-            have = sorted({(r.name, r.budget) for r in self.rows}, key=str)
-            raise ValueError(
-                f"name, budget: expected one row, got {len(matches)} for {name!r}, {budget}; rows are {have}"
-            )
-        return matches[0]
+        """The row of that name and budget, or the only row of that name."""
+        rows = [row for row in self.rows if row.name == name and (budget is None or row.budget == budget)]
+        if len(rows) != 1:
+            have = sorted({(row.name, row.budget) for row in self.rows}, key=str)
+            raise ValueError(f"name, budget: expected one row, got {len(rows)} for {name!r}, {budget}; rows are {have}")
+        return rows[0]
 
     def front(self) -> list[Row]:
-        """The methods that no other one beats, by slots: no other has both less error and no more slots."""
+        """The methods that no other one beats, by slots: none has both less error and no more slots."""
         rows: list[Row] = []
-        for row in sorted(self._of_kind("method"), key=lambda row: (row.slots, row.error)):
-            if not rows or row.error < rows[-1].error:
+        for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
+            if row.kind == "method" and (not rows or row.error < rows[-1].error):
                 rows.append(row)
         return rows
 
     def best(self, budget: int | None) -> Row | None:
-        """The method with the least error among the rows of `budget` that used no more slots; None if there is none."""
-        limit = float("inf") if budget is None else budget + 1e-6
-        fair = [row for row in self._of_kind("method") if row.budget == budget and row.slots <= limit]
-        return min(fair, key=lambda row: row.error, default=None)
+        """The method of `budget` with the least error that used no more slots; None if there is none."""
+        return self._best("method", budget, math.inf if budget is None else budget + 1e-6)
 
     def oracle(self, budget: int | None) -> Row | None:
-        """The oracle with the least error at `budget`, a bound for methods; None if there is none."""
-        bounds = [row for row in self._of_kind("oracle") if row.budget == budget]
-        return min(bounds, key=lambda row: row.error, default=None)
+        """The oracle of `budget` with the least error; None if there is none."""
+        return self._best("oracle", budget)
 
-    def _of_kind(self, kind: str) -> list[Row]:
-        return [row for row in self.rows if row.kind == kind]
+    def _best(self, kind: str, budget: int | None, most_slots: float = math.inf) -> Row | None:
+        rows = [row for row in self.rows if (row.kind, row.budget) == (kind, budget) and row.slots <= most_slots]
+        return min(rows, key=lambda row: row.error, default=None)
 
     def times_of(self, row: Row) -> list[WholeTime]:
         """The times of whole models under a row's plan, by length."""
@@ -223,14 +215,14 @@ class Report:
         return replace(self, settings=plain({**self.settings, **more}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object described above, made of dicts, lists, strings and numbers, without the checksum."""
+        """The JSON object, made of dicts, lists, strings and numbers, without the checksum."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The report whose `to_dict()` is `data`. Raises ValueError if `data` is not one."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        if got != SCHEMA:
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
         try:
             return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})

@@ -1,9 +1,9 @@
-"""The error of a plan on live input: an estimate from a few queries answered exactly, with an interval."""
+"""The error of a plan on live input, estimated from a few queries answered exactly, with an interval."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -15,7 +15,7 @@ from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.flow import by_plan, check_plan, checked, choose, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import pool
-from fewkeys.guard.sample import Estimates, draw, real_queries, sampled_errors, uniform
+from fewkeys.guard.sample import Estimates, draw, sampled_errors
 from fewkeys.plan import Plan
 
 
@@ -29,7 +29,7 @@ class SpotCheck:
         confidence: the probability that the interval contains the mean over all queries.
         queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
             plan is exact attention on such input.
-        of: how many there are. If `queries` equals `of`, error, low and high are the same: the error itself.
+        of: how many there are. If `queries` equals `of`, error, low and high are the error itself.
         per_head: the estimate of each query head. Empty in the result for a whole model.
         per_layer: the result of each layer of a whole model.
     """
@@ -44,10 +44,8 @@ class SpotCheck:
     per_layer: tuple[SpotCheck, ...] = ()
 
     def __str__(self) -> str:
-        text = (
-            f"error {self.error:.3g}, {100 * self.confidence:g} % interval {self.low:.3g} to {self.high:.3g}, "
-            f"from {self.queries:,} of {self.of:,} queries"
-        )
+        interval = f"{100 * self.confidence:g} % interval {self.low:.3g} to {self.high:.3g}"
+        text = f"error {self.error:.3g}, {interval}, from {self.queries:,} of {self.of:,} queries"
         return "\n".join([text, *(f"  layer {i}: {layer}" for i, layer in enumerate(self.per_layer))])
 
 
@@ -69,47 +67,38 @@ def check_tensors(
 
 
 def check_options(queries: int, confidence: float) -> None:
-    """Raise for fewer than two queries, which give no variance, and for a confidence outside (0, 1)."""
+    """Raise for fewer than two queries, which give no variance, or a confidence outside (0, 1)."""
     check_count("queries", queries, least=2)
     check_real("confidence", confidence, above=0.0, below=1.0)
 
 
+@torch.no_grad()
 def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
     # Errors are relative, and squares of large outputs would overflow.
     inputs, _ = rescaled(inputs.clear())
-    inner = torch.arange(inputs.gqa_ratio, device="cpu")
-    return [
-        _check_part(part, plan, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
-        for plan, heads, part in by_plan(inputs, plan)
-    ]
-
-
-@torch.no_grad()
-def _check_part(
-    inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
-) -> Estimates:
-    shape = (inputs.batch, inputs.query_heads)
-    choice = choose(plan.never_exact(), inputs)
-    output = run(choice)
-    if choice.is_exact:
-        count = real_queries(inputs).sum(-1)
-        zero = torch.zeros(shape, dtype=torch.float64, device=count.device)
-        return Estimates.of(count, zero[:, 0], zero, zero.unsqueeze(-1), zero, zero.new_ones(1), heads)
-    sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
-    return sample.estimates(sampled_errors(inputs, plan.weights, output, sample), heads)
+    estimates = []
+    for part_plan, key_heads, part in by_plan(inputs, plan):
+        heads = torch.arange(inputs.query_heads, device=key_heads.device).view(inputs.kv_heads, -1)[key_heads].flatten()
+        choice = choose(part_plan.never_exact(), part)
+        if choice.is_exact:
+            sample = draw(part, torch.zeros(queries, device=part.query.device))
+            exact = sample.estimates(torch.zeros_like(sample.index, dtype=torch.float64), heads)
+            estimates.append(replace(exact, drawn=torch.zeros_like(exact.drawn)))
+        else:
+            shape = (part.batch, part.query_heads, queries)
+            sample, errors = sampled_errors(part, part_plan.weights, run(choice), shape, generator)
+            estimates.append(sample.estimates(errors, heads))
+    return estimates
 
 
 def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
-    """The result over all calls of one layer (or one call)."""
-    heads = 1 + max(int(check.heads.max()) for check in checks)
-    total, weight = torch.zeros(2, heads, dtype=torch.float64, device="cpu")
-    for check in checks:
-        total.index_add_(0, check.heads, check.count * check.mean)
-        weight.index_add_(0, check.heads, check.count)
-    return _pooled(checks, confidence, per_head=tuple((total / weight.clamp_min(1)).tolist()))
+    """The result over the calls of one layer."""
+    heads, count, mean = (torch.cat([getattr(check, name) for check in checks]) for name in ("heads", "count", "mean"))
+    total, queries = (heads.bincount(numbers) for numbers in (count * mean, count))
+    return _pooled(checks, confidence, per_head=tuple((total / queries.clamp_min(1)).tolist()))
 
 
 def overall(checks: Sequence[Sequence[Estimates]], confidence: float) -> SpotCheck:

@@ -18,13 +18,13 @@ def standard_plans(
     """Every standard row at `slots` slots per query, by the name it has in tables and figures.
 
     - "exact": no approximation.
-    - "top-k per query (oracle)": the keys with the largest weights of each query. "best shared columns (oracle)": the
-      keys with the largest total weight, the same for all queries of a head. Both compute all scores: bounds only.
+    - "top-k per query (oracle)", "best shared columns (oracle)" (the keys with the largest total weight, the same for
+      all queries of a head): they compute all scores, and are bounds only.
     - "random keys" and "key norm": the controls.
-    - "window", "sinks + window" (4 sinks), "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage
-      (centred)", and "leverage + window" (half each, raw).
-    - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; the remaining `slots`
-      go to a window. A row's `slots` state what it used.
+    - "window", "sinks + window", "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage (centred)", and
+      "leverage + window" (half each, raw).
+    - "moments": a Gaussian stand-in for all dropped keys, whose price is fixed by `head_dim`, and a window of the
+      other slots.
     - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
 
     Raises ValueError if `slots` is not a positive int.
@@ -33,19 +33,20 @@ def standard_plans(
         raise ValueError(f"slots: expected an int >= 1, got {slots!r}; pass a number of keys, such as 64")
     sinks = min(SINKS, slots)
     half = slots // 2
-    price = 0.0 if head_dim is None else Moments().slots(head_dim, head_dim)
-    spare = 0 if head_dim is None else int(slots - price)
-    return {
-        "exact": Plan(),
-        "top-k per query (oracle)": Plan(keep=TopK(slots)),
-        "best shared columns (oracle)": Plan(keep=BestColumns(slots)),
-        "random keys": Plan(keep=RandomKeys(slots)),
-        "key norm": Plan(keep=KeyNorm(slots)),
-        "window": Plan(keep=Window(slots)),
-        "sinks + window": Plan(keep=Sinks(sinks) | Window(slots - sinks) if slots > sinks else Sinks(sinks)),
-        "leverage (LevAttention)": Plan(keep=Leverage(slots)),
-        "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
-        "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
-        "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
+    spare = 0 if head_dim is None else int(slots - Moments().slots(head_dim, head_dim))
+    keeps = {
+        "exact": None,
+        "top-k per query (oracle)": TopK(slots),
+        "best shared columns (oracle)": BestColumns(slots),
+        "random keys": RandomKeys(slots),
+        "key norm": KeyNorm(slots),
+        "window": Window(slots),
+        "sinks + window": Sinks(sinks) | Window(slots - sinks) if slots > sinks else Sinks(sinks),
+        "leverage (LevAttention)": Leverage(slots),
+        "leverage (centred)": Leverage(slots, centre=True),
+        "leverage + window": Leverage(half) | Window(slots - half) if half else Window(slots),
+    }
+    return {name: Plan(keep) for name, keep in keeps.items()} | {
+        "moments": Plan(Window(max(1, spare)), Moments()),
         OURS: budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }

@@ -10,11 +10,8 @@ _LOW, _HIGH, _BINS = -8.0, 4.0, 16_384
 
 
 class Tally:
-    """Totals over the queries of one plan, (layers, heads), float64: `queries`, and of all queries `error`, `mass` and
-    `slots`; `heavy` counts the heavy entries, `heavy_kept` the kept ones of them.
-
-    `add` takes a block of queries of one layer, at a cost linear in their number. Memory: O(layers * heads) and one
-    histogram.
+    """Totals over the queries of one plan, (layers, heads), float64: the number `queries`, the sums of `error`, `mass`
+    and `slots`, and the numbers of `heavy` entries and of those that are kept, `heavy_kept`.
     """
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -25,12 +22,12 @@ class Tally:
     def add(
         self, layer: int, heads: slice, errors: Tensor, mass: Tensor, slots: Tensor, heavy: Tensor, heavy_kept: Tensor
     ) -> None:
-        """Add a block of queries of some heads: `errors`, `mass`, `slots` per query (B, H, N), the others per head."""
+        """Add `errors`, `mass` and `slots` (B, H, N) of the queries of a block, and marks of entries (B, H, N, Nk)."""
         self.queries[layer, heads] += errors.shape[0] * errors.shape[2]
-        for total, part in ((self.error, errors), (self.mass, mass), (self.slots, slots)):
-            total[layer, heads] += part.double().sum((0, 2)).cpu()
-        self.heavy[layer, heads] += heavy.double().cpu()
-        self.heavy_kept[layer, heads] += heavy_kept.double().cpu()
+        for total, numbers in ((self.error, errors), (self.mass, mass), (self.slots, slots)):
+            total[layer, heads] += numbers.double().sum((0, 2)).cpu()
+        for total, marks in ((self.heavy, heavy), (self.heavy_kept, heavy_kept)):
+            total[layer, heads] += marks.sum((0, 2, 3)).cpu()
         bins = (errors.double().clamp_min(10.0**_LOW).log10() - _LOW) * (_BINS / (_HIGH - _LOW))
         self.histogram += torch.bincount(bins.long().clamp(0, _BINS - 1).flatten().cpu(), minlength=_BINS)
 

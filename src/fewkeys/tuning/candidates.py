@@ -4,45 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from fewkeys.plan import LEAST_SCANNED, OWN_BLOCK, Plan, budget
-from fewkeys.rest import BlockMeans, ClusterMeans, RunningMeans
+from fewkeys.plan import OWN_BLOCK, Plan, budget
+from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
-"""Slots a head may get, in units of the mean."""
+"""Slots of a head, in units of the mean."""
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
 """The same where every query chooses its own keys: heads differ more."""
-RANK = 0.0, 1 / 8, 1 / 4
-COHORTS, HEAVY, WINDOW = 32, (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5)
-"""Shares of the slots. The remaining slots are cluster means."""
-STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
+COHORTS = 32
+HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 1 / 4)
+"""Shares of the slots that are tried."""
 STEP_SLOTS = 1 / 8
-"""The step from a split to its neighbours."""
+"""The change of the slots between a candidate and its neighbours, as a share."""
 SCAN_MEANS = (1 / 32, 1 / 8)
-"""Shares of the slots that are means beside a scan."""
+"""Shares of the slots for means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 SINKS = 4
 
 
+class Split(NamedTuple):
+    """Shares of the slots: heavy keys, a window, and the rank of the first-order term. The others are cluster means."""
+
+    heavy: float
+    window: float
+    rank: float
+
+
+STEP = Split(1 / 16, 1 / 8, 1 / 16)
+"""The change of a share between a candidate and its neighbours."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan and the slots that a query pays for it: the most that it can keep (of recent blocks: on average over a
-    block), plus its stand-ins.
-
-    `split` are the shares of heavy keys, window and rank that it was made from; None where it was not.
+    block), plus its stand-ins. `split`: the shares that it was made from, if any.
     """
 
     plan: Plan
     slots: int
-    split: tuple[float, float, float] | None = field(default=None, compare=False)
-
-    @property
-    def clusters(self) -> int:
-        """The number of clusters of the plan (0: none). Candidates that share clusters run one after another."""
-        return self.plan.rest.clusters
+    split: Split | None = field(default=None, compare=False)
 
 
 def splits(
@@ -56,13 +60,10 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `biased`: scores have a bias of the distance; then causal without scans and running means, sinks and a window first.
-
-    `width` is D + Dv, by which the price of the first-order term's factors is counted.
-
     Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: scans,
-    and sinks with small windows; in constant memory, recent blocks and running means, with and without sinks; and
-    sinks, leverage (centred) and window.
+    and sinks with small windows. In constant memory: recent blocks and running means, with and without sinks; and
+    sinks, leverage (centred) and window. Causal and `biased` (scores have a bias of the distance): the latter alone,
+    and sinks and a window for `budget(slots)`. `width` is D + Dv, which sets the price of the first-order term.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -72,31 +73,25 @@ def splits(
         if size >= keys:
             continue
         if is_causal:
-            candidates += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
+            plans = _searched(size, slots) if searched else _lists(size) if listed else _running(size) + _lists(size)
+            candidates += [Candidate(plan, size) for plan in plans]
         else:
-            shares = product(HEAVY, WINDOW, RANK)
-            candidates += [split for each in shares if (split := _split(size, *each, width)) is not None]
+            candidates += [item for shares in product(HEAVY, WINDOW, RANK) for item in _split(size, *shares, width)]
     # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(candidates))
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours of a candidate: a little more or less of each share and of the slots, or other rules for the heavy
-    keys.
-    """
-    plan, candidates = candidate.plan, []
-    if candidate.split is not None:
-        shares = [list(candidate.split) for _ in range(2 * len(STEP))]
-        for number, step in enumerate(STEP.values()):
-            shares[2 * number][number] += step
-            shares[2 * number + 1][number] -= step
-        sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
-        near = [
-            (candidate.slots, heavy, window, rank) for heavy, window, rank in shares if min(heavy, window, rank) >= 0
-        ]
-        near += [(size, *candidate.split) for size in sizes]
-        candidates += [split for each in near if (split := _split(*each, width)) is not None]
+    """The neighbours of a candidate: more or less of a share or of the slots, or other rules for the heavy keys."""
+    plan, split, candidates = candidate.plan, candidate.split, []
+    if split is not None:
+        for name, step in STEP._asdict().items():
+            for share in (getattr(split, name) + step, getattr(split, name) - step):
+                if share >= 0:
+                    candidates += _split(candidate.slots, *split._replace(**{name: share}), width)
+        for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS):
+            candidates += _split(round(candidate.slots * factor), *split, width)
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
@@ -104,27 +99,25 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     return candidates
 
 
-def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> Candidate | None:
-    """The plan of these shares, None where no two means are left."""
+def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> list[Candidate]:
+    """The candidate of these shares; none where no two means are left."""
     outliers, ranks = max(1, int(slots * heavy)), int(slots * rank)
     near = int(slots * window) | 1 if window else 0
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
     if means < 2:
-        return None
+        return []
     kept = [Outliers(outliers, means, COHORTS), *([Window(near)] if near else [])]
     plan = Plan(united(kept), ClusterMeans(means, ranks, COHORTS), exact_if_faster=True)
-    return Candidate(plan, slots, (heavy, window, rank))
+    return [Candidate(plan, slots, Split(heavy, window, rank))]
 
 
-def _searched(slots: int, mean: int) -> list[Candidate]:
+def _searched(slots: int, mean: int) -> list[Plan]:
     """Scans with few and many means, and for heads that need less than the mean, sinks and a window."""
-    many = [max(1, int(slots * share)) for share in SCAN_MEANS] if slots >= LEAST_SCANNED else []
-    plans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
-    if SINKS < slots < mean:
-        plans.append(_near(slots))
-    return [Candidate(plan, slots) for plan in plans]
+    many = [max(1, int(slots * share)) for share in SCAN_MEANS]
+    scans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
+    return [*scans, _near(slots)] if SINKS < slots < mean else scans
 
 
 def _scan(count: int, means: int) -> Plan:
@@ -133,32 +126,31 @@ def _scan(count: int, means: int) -> Plan:
 
 def _near(slots: int) -> Plan:
     """Sinks and a window."""
-    return Plan(Sinks(SINKS) | Window(slots - SINKS) if slots > SINKS else Window(slots), exact_if_faster=True)
+    sinks = SINKS if slots > SINKS else 0
+    return _with_sinks(sinks, Window(slots - sinks))
 
 
-def _causal_splits(slots: int) -> list[Candidate]:
-    """In constant memory."""
-    candidates = []
+def _running(slots: int) -> list[Plan]:
+    """Recent blocks and running means, with and without sinks."""
+    plans = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks
         if means > 0:
-            recent: Selector = RecentBlocks(block)
-            plan = Plan(Sinks(sinks) | recent if sinks else recent, RunningMeans(means), exact_if_faster=True)
-            candidates.append(Candidate(plan, slots))
-    return candidates + _lists(slots)
+            plans.append(_with_sinks(sinks, RecentBlocks(block), RunningMeans(means)))
+    return plans
 
 
-def _lists(slots: int) -> list[Candidate]:
+def _lists(slots: int) -> list[Plan]:
     """Sinks, leverage (centred) and a window, with nothing for the other keys."""
-    candidates = []
+    plans = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
-        if slots - heavy - sinks < 1:
-            continue
-        keep: Selector = Window(slots - heavy - sinks)
-        if heavy:
-            keep = Leverage(heavy, centre=True) | keep
-        if sinks:
-            keep = Sinks(sinks) | keep
-        candidates.append(Candidate(Plan(keep, exact_if_faster=True), slots))
-    return candidates
+        window = slots - heavy - sinks
+        if window > 0:
+            keep = Leverage(heavy, centre=True) | Window(window) if heavy else Window(window)
+            plans.append(_with_sinks(sinks, keep))
+    return plans
+
+
+def _with_sinks(sinks: int, keep: Selector, rest: Rest = Drop()) -> Plan:
+    return Plan(Sinks(sinks) | keep if sinks else keep, rest, exact_if_faster=True)

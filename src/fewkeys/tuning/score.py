@@ -1,21 +1,20 @@
 """The errors of every candidate plan in every head of one layer, by which tuning chooses.
 
 Errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query, W_h
-the slice of the output projection that reads it, and g_h the gradient of the model's predictions (where captured):
+the slice of the output projection that reads it (the identity where it is not known), and g_h the gradient of the
+model's predictions (where captured):
 
     relative       |e_h| / |o_h|                             the error that reports show
     added          |W_h e_h|^2 / |sum_g W_g o_g|^2           what the head adds to the squared relative error of the
                                                              layer's output, up to products of different heads
-    output_change  (g_h . e_h)^2                          what it does to the model's predictions, up to products of
+    output_change  (g_h . e_h)^2                             what it does to the model's predictions, up to products of
                                                              different heads and queries (integrations/sensitivity.py)
-
-Where the projection is not known, W is the identity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +30,9 @@ from fewkeys.sketch.clusters import key_statistics
 from fewkeys.tuning.candidates import Candidate
 
 
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """`relative`, `added` and `output_change` (key heads, K), float64: means over queries, and over the query heads
-    that share keys. `output_change` is zero where the capture holds no gradients.
+class Scores(NamedTuple):
+    """Errors (key heads, K), float64: means over queries, and over the query heads that share keys. `output_change` is
+    zero where the capture holds no gradients.
     """
 
     relative: Tensor
@@ -47,25 +45,29 @@ def score_layer(
 ) -> Scores:
     """Run every candidate in every head of a layer, over all batches. `done` is called after each candidate and batch.
 
-    Candidates share what they have in common: query moments, key statistics, and clusters of the same number.
-    Cost: one exact attention, and each candidate's own, per batch. Memory: one batch and one candidate.
+    Candidates share query moments, key statistics, and clusters of the same number. Cost: one exact attention, and each
+    candidate's own, per batch. Memory: one batch and one candidate.
     """
     projection = capture.projection(layer)
     total = torch.zeros(3, capture.kv_heads, len(candidates), dtype=torch.float64)
     queries = 0.0
-    order = sorted(range(len(candidates)), key=lambda i: candidates[i].clusters)
+    by_clusters = sorted(enumerate(candidates), key=lambda pair: pair[1].plan.rest.clusters)
     for call in capture.calls(layer):
-        common = problem_of(call)
+        generator = torch.Generator(call.query.device).manual_seed(0)
+        common = call.checked(generator)
         truth = exact.attend(common, Softmax()).float()
         real = _real(common)
-        size = torch.linalg.vector_norm(_project(truth, projection, together=True), dim=-1)
+        squared_size = torch.linalg.vector_norm(_layer_output(truth, projection), dim=-1).square().clamp_min(1e-30)
         key_statistics(common)
         clusters, problem = -1, common
-        for index in order:
-            if candidates[index].clusters != clusters:
-                clusters, problem = candidates[index].clusters, common.branch()
-            plan = candidates[index].plan
-            total[:, :, index] += _errors(problem, plan, truth, call.gradient, size, real, projection, seed)
+        for index, candidate in by_clusters:
+            if candidate.plan.rest.clusters != clusters:
+                clusters, problem = candidate.plan.rest.clusters, common.branch()
+            generator.manual_seed(seed)
+            output = attend(problem, candidate.plan.never_exact()).float()
+            errors = _errors(output, truth, squared_size.unsqueeze(1), call.gradient, projection)
+            sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in errors])
+            total[:, :, index] += sums.view(3, capture.kv_heads, -1).mean(2)
             done()
         queries += float(real.sum())
     return Scores(*(total / queries))
@@ -81,8 +83,8 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
         output = attend(problem, never_exact(plans)).float()
         real = _real(problem)
         heads += float((relative_error(output, truth).mean(1) * real).double().sum())
-        projected = (_project(x, projection, together=True) for x in (output, truth))
-        whole += float((relative_error(*projected) * real).double().sum())
+        of_layer = relative_error(_layer_output(output, projection), _layer_output(truth, projection))
+        whole += float((of_layer * real).double().sum())
         queries += float(real.sum())
     return heads / queries, whole / queries
 
@@ -100,33 +102,22 @@ def _real(problem: Inputs) -> Tensor:
 
 
 def _errors(
-    problem: Inputs,
-    plan: Plan,
-    truth: Tensor,
-    gradient: Tensor | None,
-    size: Tensor,
-    real: Tensor,
-    projection: Tensor | None,
-    seed: int,
-) -> Tensor:
-    """Sums over queries of the errors, (3, key heads)."""
-    if problem.generator is not None:
-        problem.generator.manual_seed(seed)
-    output = attend(problem, plan.never_exact()).float()
+    output: Tensor, truth: Tensor, squared_size: Tensor, gradient: Tensor | None, projection: Tensor | None
+) -> Iterator[Tensor]:
+    """The three errors (B, Hq, N) of an output; `squared_size` (B, 1, N) is that of the layer's exact output."""
+    error = output - truth
     relative = relative_error(output, truth)
-    added = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
-    output_change = torch.zeros_like(relative) if gradient is None else (gradient * (output - truth)).sum(-1).square()
-    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added, output_change)])
-    by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.gqa_ratio)).mean(2)
-    return by_key_head
-
-
-def _project(output: Tensor, projection: Tensor | None, *, together: bool) -> Tensor:
-    """Of head outputs (B, Hq, N, Dv): the layer's output (B, N, out), or every head's squared part in it (B, Hq, N)."""
+    yield relative
     if projection is None:
-        return output.transpose(1, 2).flatten(2) if together else output.square().sum(-1)
-    weight = projection.float()
-    if together:
-        return output.transpose(1, 2).flatten(2) @ weight.flatten(1).mT
-    by_head = weight.transpose(0, 1)
-    return ((output @ (by_head.mT @ by_head)) * output).sum(-1).clamp_min(0.0)
+        added = error.square().sum(-1)
+    else:
+        by_head = projection.float().transpose(0, 1)
+        added = ((error @ (by_head.mT @ by_head)) * error).sum(-1).clamp_min(0.0)
+    yield added / squared_size
+    yield torch.zeros_like(relative) if gradient is None else (gradient * error).sum(-1).square()
+
+
+def _layer_output(output: Tensor, projection: Tensor | None) -> Tensor:
+    """The output (B, N, out) of the layer from those of its heads (B, Hq, N, Dv)."""
+    by_token = output.transpose(1, 2).flatten(2)
+    return by_token if projection is None else by_token @ projection.float().flatten(1).mT

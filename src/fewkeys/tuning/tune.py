@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,6 @@ from fewkeys.tuning.score import Scores, layer_error, score_layer
 Progress = Callable[[int, int, str], None]
 
 KIND = "scores"
-NAMES = tuple(field.name for field in fields(Scores))
 ERROR_SLOTS = 64
 """The budget around which plans are searched if only an error is requested."""
 
@@ -48,39 +47,36 @@ def tune(
 ) -> ModelPlan:
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
-    Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8
-    to 4 times the mean slots, is run in every head of the captured text; so are other rules for the heavy keys (centred
-    leverage, key norm) and sinks, around the splits that did best. Causal: scans, up to 6 times the mean, and sinks
-    with a window, down to 1/8; `memory="constant"`: recent blocks and running means, sinks, leverage and windows; where
-    scores have a bias of the distance (T5): sinks, leverage and windows, whose queries keep keys and nothing else. The
-    choice minimises, over all heads h,
+    Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
+    mean slots, are run in every head of the captured text; then neighbours of the best splits, and other rules for
+    their heavy keys. Causal: scans, up to 6 times the mean, and sinks with a window, down to 1/8; `memory="constant"`:
+    recent blocks and running means, sinks, leverage and windows; where scores have a bias of the distance (T5): sinks,
+    leverage and windows. The choice minimises, over all heads h,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    or, where the capture holds gradients, sum_h change_h, at the price per slot that the budget allows (Lagrange; the
-    optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
-    output *after the output projection*, relative_h the relative error of its own output, change_h what its error does
-    to the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
-    for causal scores with a bias sinks and a window of as many slots.
+    or, where the capture holds gradients, sum_h output_change_h, at the price per slot that the budget allows
+    (Lagrange; the optimum among all choices of that many slots). `fewkeys.tuning.score` defines these errors: added_h
+    is that of the layer's output *after the output projection*, relative_h that of the head's own output. `budget` is
+    `fewkeys.budget(slots)`, and for causal scores with a bias sinks and a window.
 
     Args:
-        capture: queries, keys and values of the model on text like the text it will see, from `fewkeys.capture`.
-        slots: slots per query, on average over all heads of the model; or
-        max_error: the largest mean relative output error, as reports show it, that is allowed on this text; slots are
-            then as few as the candidates allow. Exactly one of the two; default 64 slots.
-        directory: where finished layers are stored, so that an interrupted run goes on; a run on another capture
-            begins anew. None: nowhere.
-        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay in memory.
+        capture: from `fewkeys.capture`, on text like the text that the model will see.
+        slots: slots per query, on average over all heads of the model; default 64.
+        max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
+            are then as few as the candidates allow.
+        directory: where finished layers are stored, so that an interrupted run on the same capture goes on.
+        memory: of causal plans, as in `fewkeys.budget`.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 
     Returns:
-        `ModelPlan`, whose `record` holds "slots", "error" (mean relative error of head outputs), "layer_error" (of the
-        layers' outputs after the projection) of the choice and the same of `budget(slots)` under "budget", all on the
-        captured text, and the settings.
+        `ModelPlan`, whose `record` holds the settings and, for the choice and under "budget" for `budget(slots)`, the
+        "slots", the "error" (mean relative error of head outputs) and the "layer_error" (of the layers' outputs after
+        the projection) on the captured text.
 
     Raises:
-        TypeError, ValueError: malformed arguments, naming them.
+        TypeError, ValueError: malformed arguments.
 
     Cost: each of about 250 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
     layers of 12 heads take two to three minutes on two cores. Deterministic.
@@ -99,7 +95,7 @@ def tune(
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
     width, causal = capture.head_dim + capture.value_dim, capture.is_causal
     first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
-    table = _Table(capture, directory, progress, seed)
+    scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
@@ -116,14 +112,15 @@ def tune(
         rows = choice.view(capture.layers, capture.kv_heads).tolist()
         return [[candidates[layer][index] for index in row] for layer, row in enumerate(rows)]
 
-    scores = table.score([first] * capture.layers)
+    scores = scorer.score([first] * capture.layers)
     best = choose([first] * capture.layers, scores)
-    more = [_others(first, row, width) for row in best]
-    both = [
-        Scores(*(torch.cat([getattr(one, name) for one in pair], 1) for name in NAMES))
-        for pair in zip(scores, table.score(more), strict=True)
+    near = [dict.fromkeys(other for candidate in row for other in variants(candidate, width=width)) for row in best]
+    more = [[candidate for candidate in row if candidate not in set(first)] for row in near]
+    all_scores = [
+        Scores(*(torch.cat(errors, 1) for errors in zip(*stages, strict=True)))
+        for stages in zip(scores, scorer.score(more), strict=True)
     ]
-    chosen = choose([first + others for others in more], both)
+    chosen = choose([first + row for row in more], all_scores)
     layers = tuple(tuple(candidate.plan for candidate in row) for row in chosen)
     paid = sum(candidate.slots for row in chosen for candidate in row) / (capture.layers * capture.kv_heads)
     record = {
@@ -135,7 +132,6 @@ def tune(
         **_judged(capture, layers, seed, paid),
         "budget": _judged(capture, [[first[0].plan] * capture.kv_heads] * capture.layers, seed, first[0].slots),
     }
-    table.finish()
     return ModelPlan(layers, record)
 
 
@@ -145,50 +141,40 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
 
 
-def _others(first: Sequence[Candidate], best: Sequence[Candidate], width: int) -> list[Candidate]:
-    """The neighbours of the best candidates of a layer that are not among the first; in a fixed order."""
-    near = dict.fromkeys(other for candidate in best for other in variants(candidate, width=width))
-    return [other for other in near if other not in set(first)]
-
-
 def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots: float) -> dict[str, float]:
     errors = [layer_error(capture, layer, plans, seed=seed) for layer, plans in enumerate(layers)]
     heads, whole = (sum(column) / len(errors) for column in zip(*errors, strict=True))
     return {"slots": slots, "error": heads, "layer_error": whole}
 
 
-class _Table:
-    """Scores of candidates, layer by layer, stored in a folder so that an interrupted run can continue."""
+@dataclass
+class _Scorer:
+    """Scores candidates layer by layer, and stores the scores in a folder so that an interrupted run can continue."""
 
-    def __init__(
-        self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
-    ) -> None:
-        self.capture, self.progress, self.seed = capture, progress, seed
-        self.folder = None if directory is None else Path(directory)
-        self.done, self.total = 0, 0
+    capture: Capture
+    folder: Path | None
+    progress: Progress | None
+    seed: int
+    done: int = 0
+    total: int = 0
 
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
         """The scores of each layer's candidates."""
         self.total += sum(map(len, rows)) * self.capture.batches
-        by_layer = []
-        for layer, candidates in enumerate(rows):
-            path = self._path(layer, candidates)
-            scores = None if path is None else _read(path, (self.capture.kv_heads, len(candidates)))
-            if scores is None:
-                step = partial(self._step, 1, layer)
-                scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
-                if path is not None:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    tensor_files.write(path, KIND, {}, {name: getattr(scores, name) for name in NAMES})
-            else:
-                self._step(len(candidates) * self.capture.batches, layer)
-            by_layer.append(scores)
-        return by_layer
+        return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
 
-    def finish(self) -> None:
-        self._step(self.total - self.done, self.capture.layers - 1)
+    def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
+        path = self._path(layer, candidates)
+        if path is not None and (stored := _read(path, (self.capture.kv_heads, len(candidates)))) is not None:
+            self._step(layer, len(candidates) * self.capture.batches)
+            return stored
+        scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensor_files.write(path, KIND, {}, scores._asdict())
+        return scores
 
-    def _step(self, amount: int, layer: int) -> None:
+    def _step(self, layer: int, amount: int = 1) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
@@ -207,7 +193,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
     """The scores in a file, None where there is no such file or it is not whole."""
     try:
         _, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, dict.fromkeys(NAMES, Form(shape, torch.float64)))
+        tensor_files.check(tensors, dict.fromkeys(Scores._fields, Form(shape, torch.float64)))
     except (OSError, ValueError):
         return None
-    return Scores(**{name: tensors[name] for name in NAMES})
+    return Scores(**tensors)
