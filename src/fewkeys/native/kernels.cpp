@@ -60,12 +60,13 @@ FEWKEYS_EXPORT const char *fewkeys_set() {
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
 
 #ifdef FEWKEYS_COUNT
-FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {
-  Counters::all().take(*multiply_adds, *bytes);
+// The counts since the last call.
+FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *adds, int64_t *bytes) {
+  *adds = multiply_adds.exchange(0), *bytes = bytes_taken.exchange(0);
 }
 
-// Let the allocation of this number, counted from now, fail; 0: none.
-FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { failing() = number; }
+// Lets the allocation of this number, counted from now, fail; 0: none.
+FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { until_failure = number; }
 #endif
 
 }  // namespace fewkeys

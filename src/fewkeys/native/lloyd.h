@@ -8,14 +8,15 @@ namespace fewkeys {
 template <class T>
 class Clustering {
  public:
-  explicit Clustering(const Lloyd &p)
-      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)), keys(round_up(p.keys, TILE)),
-        scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span), lanes(keys * both),
-        centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count), importance(keys),
-        weight(p.keys), order(p.keys) {}
+  explicit Clustering(const Clustered &all)
+      : all(all), p(all.sample), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)),
+        keys(round_up(p.keys, TILE)), scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span),
+        lanes(keys * both), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
+        importance(keys), weight(p.keys), order(p.keys) {}
 
-  void cluster(int64_t head) {
-    real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+  // Finds the centres of a head.
+  void seek(int64_t head) {
+    real = real_keys(p, p.key, head);
     for (int64_t first = 0; first < p.keys; first += TILE) look(head, first);
     weigh();
     seed(p.importance + head * p.count);
@@ -23,31 +24,55 @@ class Clustering {
     for (int64_t c = 0; c < p.count; c++) write(head, c);
   }
 
+  // Computes cluster, distance, spread and importance of a tile of all keys of a head.
+  void survey(int64_t head, int64_t first) {
+    const int64_t at = head * all.keys + first;
+    const int count = std::min<int64_t>(TILE, all.keys - first);
+    float spread[TILE], nearest[TILE], square[TILE], *values = &lanes[dim * TILE];
+    int32_t label[TILE];
+    to_lanes(all.key.at<T>(head, first), all.key.row, count, dim, 1.0f, lanes.data());
+    to_lanes(all.value.at<T>(head, first), all.value.row, count, p.value_dim, 1.0f, values);
+    see(form(head), shift(head), dim, lanes.data(), scores.data(), spread, importance.data());
+    dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
+    nearest_of(scores.data(), p.constant + head * p.count, p.count, nearest, label);
+    measure(values, p.middle + head * p.value_dim, p.value_dim, square);
+    std::copy_n(spread, count, all.spread + at);
+    std::copy_n(importance.data(), count, all.importance + at);
+    std::copy_n(label, count, all.label + at);
+    for (int i = 0; i < count; i++) {
+      const float energy = spread[i] + square[i] * (p.unit[head] * p.unit[head]);
+      all.distance[at + i] = std::max(energy - 2.0f * nearest[i], all.near * energy);
+    }
+  }
+
  private:
   struct Ranked {
     float importance;
     int place;
   };
+  const Clustered &all;
   const Lloyd &p;
   const int dim, both, span;
   const int64_t keys;
   const uint8_t *real = nullptr;
   // rows and lanes: the features of the keys, in rows and in lanes, tile after tile.
-  aligned_vector<float> scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  Floats scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
   aligned_vector<Ranked> order;
 
-  // Computes the features and the importance of a tile of keys.
+  const float *form(int64_t head) const { return p.form + head * (dim + 1) * dim; }
+  const float *shift(int64_t head) const { return p.shift + head * (dim + 1); }
+
+  // Computes the features and the importance of a tile of sampled keys.
   void look(int64_t head, int64_t first) {
-    const int64_t b = head / p.heads, h = head % p.heads;
     const int count = std::min<int64_t>(TILE, p.keys - first);
-    const float *shift = p.shift + head * (dim + 1), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
+    const float *origin = shift(head), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
     float *features = &lanes[first * both], spread[TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, features);
-    see(p.form + head * (dim + 1) * dim, shift, dim, features, scores.data(), spread, &importance[first]);
+    to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, features);
+    see(form(head), origin, dim, features, scores.data(), spread, &importance[first]);
     for (int d = 0; d < dim; d++)
-      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - shift[d]);
+      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - origin[d]);
     features += dim * TILE;
-    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, features);
+    to_lanes(p.value.at<T>(head, first), p.value.row, count, p.value_dim, 1.0f, features);
     for (int d = 0; d < p.value_dim; d++)
       for (int v = 0; v < TILE; v += LANES) {
         float *to = features + d * TILE + v;
@@ -111,64 +136,21 @@ class Clustering {
   // Writes `x . c - |c|^2 / 2` of features x as a linear function of keys and values.
   void write(int64_t head, int64_t c) {
     const float *centroid = &centre[c * span];
-    const float *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
     float *to = p.centre + (head * p.count + c) * both;
     std::fill_n(to, dim, 0.0f);
-    for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, centroid[d], dim - d);
+    for (int d = 0; d < dim; d++) add(to + d, form(head) + d * dim + d, centroid[d], dim - d);
     for (int d = dim; d < both; d++) to[d] = p.unit[head] * centroid[d];
-    p.constant[head * p.count + c] = -0.5f * product(centroid, centroid, both) - product(centroid, shift, dim) -
+    p.constant[head * p.count + c] = -0.5f * product(centroid, centroid, both) - product(centroid, shift(head), dim) -
                                      product(to + dim, p.middle + head * p.value_dim, p.value_dim);
   }
 };
 
-// Computes cluster, distance, spread and importance of all keys, a tile at a time.
-template <class T>
-class Surveyor {
- public:
-  explicit Surveyor(const Clustered &p)
-      : p(p), of(p.sample), both(of.dim + of.value_dim), lanes(both * TILE),
-        scores(std::max(of.dim + 1, of.count) * TILE) {}
-
-  void look(int64_t head, int64_t first) {
-    const int64_t b = head / of.heads, h = head % of.heads, at = head * p.keys + first, dim = of.dim;
-    const int count = std::min<int64_t>(TILE, p.keys - first);
-    float spread[TILE], importance[TILE], nearest[TILE], square[TILE];
-    int32_t label[TILE];
-    float *values = &lanes[dim * TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
-    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, of.value_dim, 1.0f, values);
-    see(of.form + head * (dim + 1) * dim, of.shift + head * (dim + 1), dim, lanes.data(), scores.data(), spread,
-        importance);
-    dots(of.centre + head * of.count * both, both, of.count, both, lanes.data(), scores.data());
-    nearest_of(scores.data(), of.constant + head * of.count, of.count, nearest, label);
-    measure(values, of.middle + head * of.value_dim, of.value_dim, square);
-    std::copy(spread, spread + count, p.spread + at);
-    std::copy(importance, importance + count, p.importance + at);
-    std::copy(label, label + count, p.label + at);
-    for (int i = 0; i < count; i++) {
-      const float energy = spread[i] + square[i] * (of.unit[head] * of.unit[head]);
-      p.distance[at + i] = std::max(energy - 2.0f * nearest[i], p.near * energy);
-    }
-  }
-
- private:
-  const Clustered &p;
-  const Lloyd &of;
-  const int64_t both;
-  aligned_vector<float> lanes, scores;
-};
-
 template <class T>
 static void cluster(const Clustered &p, int threads) {
-  struct Worker {
-    Clustering<T> centres;
-    Surveyor<T> keys;
-  };
-  const auto seek = [](Worker &worker, int64_t head, int64_t) { worker.centres.cluster(head); };
-  const auto look = [](Worker &worker, int64_t head, int64_t tile) { worker.keys.look(head, tile * TILE); };
-  const auto make = [&] { return Worker{Clustering<T>(p.sample), Surveyor<T>(p)}; };
-  in_phases(threads, p.sample.batch * p.sample.heads, p.keys <= PIECE, make, Phase{1, seek},
-            Phase{(p.keys + TILE - 1) / TILE, look});
+  const auto seek = [](Clustering<T> &clustering, int64_t head, int64_t) { clustering.seek(head); };
+  const auto survey = [](Clustering<T> &clustering, int64_t head, int64_t tile) { clustering.survey(head, tile * TILE); };
+  in_phases(threads, p.sample.heads, p.keys <= PIECE, [&] { return Clustering<T>(p); }, Phase{1, seek},
+            Phase{(p.keys + TILE - 1) / TILE, survey});
 }
 
 }  // namespace fewkeys
