@@ -100,7 +100,7 @@ class Scanner {
   // blocks have scores above the bound.
   template <class Scores>
   void scan(Scores &by, int64_t head, const Asking &tile, int step, bool dense) {
-    const uint8_t *real = real_keys(p, p.packed, head);
+    const uint8_t *real = real_keys(p.real, p.packed, head, p.keys);
     Piece piece = {p.packed.at<uint8_t>(head, 0), p.sigma.at<int16_t>(head, 0), 0, {}};
     PieceScores &of = scores[0];
     for (int64_t next = first; next < last;) {

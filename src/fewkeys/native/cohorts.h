@@ -107,7 +107,7 @@ class Halver {
 
   // Computes the metric of a head: the covariance of its keys, times their number.
   void measure_keys(int64_t head) {
-    const uint8_t *real = real_keys(p, p.key, head);
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     chosen.clear();
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) chosen.push_back(p.key.at<float>(head, j));
@@ -256,7 +256,7 @@ class Choosing {
   // distance of the head.
   void weigh(int64_t head, int64_t tile, float far, float *offset) {
     const int64_t first = tile * TILE, at = head * p.keys + first;
-    const uint8_t *real = real_keys(p, p.key, head);
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     const int count = std::min<int64_t>(TILE, p.keys - first);
     if (form_head != head) read_form(head);
     to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
@@ -390,7 +390,7 @@ template <class T>
 static void best(const Best &p, int threads) {
   Floats offset(p.heads * p.keys), far(p.heads);
   const auto measure = [&](Choosing<T> &, int64_t head, int64_t) {
-    const uint8_t *real = real_keys(p, p.key, head);
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     far[head] = 0.0f;
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) far[head] = std::max(far[head], p.distance[head * p.keys + j]);

@@ -72,28 +72,40 @@ def cluster(
     seen: dict[str, Tensor],
     *,
     count: int,
-    near: float,
     **numbers: float,
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
     `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` of
-    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1). `numbers`: of `Lloyd`.
+    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1). `numbers`: `steps`,
+    `tilt`, `lowest` and `near`.
 
     Returns:
         Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
         importance of every cluster (B, H, count).
     """
     *rows, real = sample
-    key, value, *rows = alike(key, value, *rows)
+    key, value, sample_key, sample_value = alike(key, value, *rows)
     form = seen["form"]
     distance, spread, importance = form.new_empty((3, *key.shape[:3])).unbind()
     label = torch.empty_like(distance, dtype=torch.int64)
     cluster_importance, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
-    centre = form.new_empty((*cluster_importance.shape, key.shape[3] + value.shape[3]))
-    results = {"importance": cluster_importance, "centre": centre, "constant": constant}
-    lloyd = struct("Lloyd")(**sized(*rows), **seen, **results, real=real, count=count, **numbers)
-    rows_of_keys = {"label": label, "distance": distance, "spread": spread, "importance": importance}
-    args = struct("Clustered")(sample=lloyd, key=key, value=value, **rows_of_keys, keys=key.shape[2], near=near)
+    args = struct("Clustered")(
+        **sized(key, value),
+        **seen,
+        **numbers,
+        sample_key=sample_key,
+        sample_value=sample_value,
+        real=real,
+        sampled=sample_key.shape[2],
+        count=count,
+        cluster_importance=cluster_importance,
+        centre=form.new_empty((*constant.shape, key.shape[3] + value.shape[3])),
+        constant=constant,
+        label=label,
+        distance=distance,
+        spread=spread,
+        importance=importance,
+    )
     call("fewkeys_cluster", args, key.dtype)
     return label, distance, spread, importance, cluster_importance

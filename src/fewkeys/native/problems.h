@@ -19,9 +19,8 @@ struct Rows {
 };
 
 // Which keys of a head of `rows` are real, from the flags (B, Nk) of a kernel's arguments; null if all keys are.
-template <class Args>
-static inline const uint8_t *real_keys(const Args &p, const Rows &rows, int64_t head) {
-  return p.real ? p.real + head / rows.heads * p.keys : nullptr;
+static inline const uint8_t *real_keys(const uint8_t *real, const Rows &rows, int64_t head, int64_t keys) {
+  return real ? real + head / rows.heads * keys : nullptr;
 }
 
 // Attention to a shared list of keys, a window of near keys and stand-ins (`fewkeys.rest.base.StandIns`). With cohorts,
@@ -78,25 +77,18 @@ struct Framed {
   float scale, ridge;
 };
 
-// k-means on a sample of the keys (`fewkeys.sketch.clusters`).
-struct Lloyd {
-  Rows key, value;
-  const uint8_t *real;
-  const float *form, *shift;   // as in `Framed`: the rows of L^T and the mean query; their products with the mean key
-  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
-  float *importance;           // (B Hkv, C)
-  float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C)
-  int64_t heads, keys, dim, value_dim, count, steps;
-  float tilt, lowest;
-};
-
-// The cluster of every key, for centres from a sample.
+// k-means on a sample of the keys, and the cluster of every key (`fewkeys.sketch.clusters`). `real`: of the sample.
 struct Clustered {
-  Lloyd sample;
-  Rows key, value;
+  Rows key, value, sample_key, sample_value;
+  const uint8_t *real;
+  const float *form, *shift;              // as in `Framed`
+  const float *middle, *unit;             // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
+  float *cluster_importance;              // (B Hkv, C)
+  float *centre, *constant;               // (B Hkv, C, D + Dv), (B Hkv, C)
   int64_t *label;                         // (B Hkv, Nk): the first cluster with the largest x . centre + constant
   float *distance, *spread, *importance;  // (B Hkv, Nk)
-  int64_t keys;
+  int64_t heads, keys, sampled, dim, value_dim, count, steps;
+  float tilt, lowest;
   float near;  // the least squared distance from a centre, relative to that from the mean
 };
 

@@ -193,7 +193,7 @@ class ScanAttention {
   // key.
   void hide(Tile &tile, int64_t head, const int64_t *last, int64_t first) {
     count_multiply_adds(near * TILE);
-    const uint8_t *real = real_keys(p.of, p.key, head);
+    const uint8_t *real = real_keys(p.of.real, p.key, head, p.of.keys);
     for (int j = 0; j < near; j++) {
       const bool is_real = !real || real[first + j];
       float *of_key = &score[j * TILE];

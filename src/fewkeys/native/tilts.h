@@ -13,7 +13,7 @@ struct ByCluster {
 
   void sort(const Tilts &p, int64_t head) {
     const int64_t *label = p.label + head * p.keys;
-    const uint8_t *real = real_keys(p, p.key, head);
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     place.resize(p.keys), rank.assign(p.keys, -1), begin.assign(p.count + 1, 0);
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) begin[label[j] + 1]++;
