@@ -153,7 +153,7 @@ PIECE = r"^   (?:In )?`([^`\n]+)`(?:, above `([^`\n]+)`)?:\n\n   ```\w+\n(.*?)^ 
 @needs_compiler
 def test_a_new_kernel_is_a_header_and_its_declarations(copied):
     pieces = re.findall(PIECE, recipe_text("a new kernel in C++"), re.M | re.S)
-    assert len(pieces) == 7
+    assert len(pieces) == 6
     for name, line, code in pieces:
         path, code = copied / name, re.sub("^   ", "", code, flags=re.M)
         assert path.exists() == bool(line), name

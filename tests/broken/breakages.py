@@ -57,7 +57,7 @@ TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
 AROUND = Law("02_impls_agree", "executors_agree_on_the_same_problem and cohorts")
 
-NEAR, NEIGHBOURS = "native/near.h", "native/neighbours.h"
+NEAR, NEIGHBOURS = "native/near.h", "native/near_cohorts.h"
 
 BREAKAGES = (
     Breakage(
@@ -91,15 +91,15 @@ BREAKAGES = (
     Breakage(
         "tail tile of queries is left out",
         NEAR,
-        "const int64_t tiles = (p.queries + TILE - 1) / TILE, work",
-        "const int64_t tiles = p.queries / TILE, work",
+        "const int64_t tiles = (p.queries + TILE - 1) / TILE;",
+        "const int64_t tiles = p.queries / TILE;",
         (EXACT, AGREE),
     ),
     Breakage(
         "key head of a query head, by the remainder",
         NEAR,
-        "const int64_t key_head = h / p.gqa_ratio, head",
-        "const int64_t key_head = h % (p.heads / p.gqa_ratio), head",
+        "const int64_t key_head = head / p.gqa_ratio, position",
+        "const int64_t key_head = head % (p.heads / p.gqa_ratio), position",
         (AGREE, ALONE),
     ),
     Breakage(
@@ -119,22 +119,22 @@ BREAKAGES = (
     Breakage(
         "cohorts: all query heads ask as the first of their key head",
         "native/near_cohorts.h",
-        "const int64_t head = h / p.cohorts * p.asking + members[i] / p.asked, at",
-        "const int64_t head = h / p.cohorts * p.asking, at",
+        "const int64_t head = of / p.cohorts * p.asking + members[i] / p.asked, at",
+        "const int64_t head = of / p.cohorts * p.asking, at",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists hold keys of the first head",
         NEAR,
-        "copy_rows(p.key.at<T>(b, h / p.cohorts, place)",
-        "copy_rows(p.key.at<T>(b, 0, place)",
+        "copy_rows(p.key.at<T>(head / p.cohorts, place)",
+        "copy_rows(p.key.at<T>(0, place)",
         (COHORTS,),
     ),
     Breakage(
         "cohorts: lists are those of the first cohort",
         "native/near_cohorts.h",
-        "if (held != head) shared.read(b, h), held = head;",
-        "if (held != head) shared.read(b, h - h % p.cohorts), held = head;",
+        "if (gathered != of) shared.gather(of), gathered = of;",
+        "if (gathered != of) shared.gather(of - of % p.cohorts), gathered = of;",
         (COHORTS,),
     ),
     Breakage(
@@ -154,7 +154,7 @@ BREAKAGES = (
     Breakage(
         "neighbours: stand-ins speak for keys that the window keeps",
         NEIGHBOURS,
-        "mass[c * TILE + i] -= part[c];",
+        "weights.mass[c * TILE + i] -= part[c];",
         ";",
         (AROUND,),
     ),
@@ -174,9 +174,9 @@ BREAKAGES = (
     ),
     Breakage(
         "neighbours: the window ends one key too early",
-        NEIGHBOURS,
-        "std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;",
-        "std::clamp<int64_t>(position + p.right, first, p.keys) - first;",
+        NEAR,
+        "count = std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin;",
+        "count = std::clamp<int64_t>(position + rows - 1 + p.right, begin, p.keys) - begin;",
         (AROUND,),
     ),
     Breakage(
@@ -266,8 +266,8 @@ BREAKAGES = (
     Breakage(
         "clusters: sums of values are not weighted",
         "native/keys.h",
-        "add(into + p.dim, p.value.at<T>(b, h, j), share, p.value_dim);",
-        "add(into + p.dim, p.value.at<T>(b, h, j), 1.0f, p.value_dim);",
+        "add(into + p.dim, value + j * p.value.row, share, p.value_dim);",
+        "add(into + p.dim, value + j * p.value.row, 1.0f, p.value_dim);",
         (PREPARED,),
     ),
     Breakage(
@@ -294,8 +294,8 @@ BREAKAGES = (
     Breakage(
         "every tile multiplies with its band as often as there are tiles of keys",
         NEAR,
-        "band.dots(query.data(), reach.count, weights.near.data());",
-        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query.data(), reach.count, weights.near.data());",
+        "band.dots(query.data(), window.count, weights.near.data());",
+        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query.data(), window.count, weights.near.data());",
         (WORK,),
     ),
     Breakage(
@@ -377,7 +377,7 @@ BREAKAGES = (
     ),
     Breakage(
         "scans: levels of bytes keep what makes them positive",
-        "native/code_scores.h",
+        "native/byte_scores.h",
         "begin[i] = -3 * levels.unit * total;",
         "begin[i] = 0 * total;",
         (Law("kernels/test_native_codes", "keys_are_those_of_torch"),),
@@ -398,9 +398,9 @@ BREAKAGES = (
     ),
     Breakage(
         "scans: codes of one key head lie where those of two would",
-        "native/codes.py",
-        "apart = packed.stride(1 if packed.shape[1] > 1 else 0)",
-        "apart = packed.stride(1)",
+        "native/code_scan.h",
+        "p.packed.at<uint8_t>(head, 0)",
+        "(const uint8_t *)p.packed.data + head * p.packed.head",
         (Law("parts/test_scan_streams", "heads_of_their_own"),),
     ),
     Breakage(

@@ -1,9 +1,9 @@
 """Compiled kernels for the CPU: they do in one pass over memory what torch's operations do in many.
 
-They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
-machine and version), and loaded with ctypes. Kernels have no gradients of their own: `execute.native`
-and `sketch.tilted` give them one. Where there is no compiler, torch does the same work with the same results up
-to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
+They are C++ of this package, compiled by the machine's own compiler when first needed (once per machine and version),
+and loaded with ctypes. `execute.native` and `sketch.tilted` give them gradients. Without a compiler torch does the same
+work with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them
+off.
 """
 
 from fewkeys.native.build import counters, instruction_set, missing

@@ -1,8 +1,8 @@
 """Finds the compiled kernels and runs them.
 
-A wheel contains a library for every instruction set (`LIBRARIES`). Where it is missing, the machine's C++ compiler
-makes it once. It is kept for later processes in a folder that only this user can write. The bytes that were checked are
-loaded, not a path whose file another user could change after the check.
+A wheel contains a library for every instruction set (`LIBRARIES`). If it is missing, the machine's C++ compiler makes
+it once, and it is kept in a folder that only this user can write. The bytes that were checked are loaded, not a path
+whose file another user could change after the check.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ LIBRARIES = Path(__file__).parent / "libraries"
 SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """The number of bytes after a library: its SHA-256."""
-_DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
-"""What a kernel returns: `Outcome` of `team.h`."""
-_ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
-_WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it was interrupted"}
+_FAILURES: dict[int, tuple[type[BaseException], str]] = {
+    1: (MemoryError, "there is no memory for its buffers"),
+    2: (KeyboardInterrupt, "it was interrupted"),
+    3: (RuntimeError, "it failed"),
+}
+"""The error for each code that a kernel returns: `Outcome` of `team.h`."""
 _LOADING = threading.RLock()
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
@@ -50,7 +52,7 @@ _LOG = logging.getLogger("fewkeys")
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """A loaded library, the file that its bytes came from (None: none was kept), and their SHA-256."""
+    """A loaded library, the file of its bytes (None: they are in no file), and their SHA-256."""
 
     library: ctypes.CDLL
     place: Path | None
@@ -60,8 +62,8 @@ class Kernels:
 def missing() -> str | None:
     """The reason why there are no compiled kernels, or None. Compiles them if necessary.
 
-    Raises `ValueError` where `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` where there are
-    no kernels of the one it names.
+    Raises `ValueError` if `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` if there are no
+    kernels of the set that it names.
     """
     kernels = _kernels()
     return kernels if isinstance(kernels, str) else None
@@ -74,13 +76,13 @@ def instruction_set() -> str | None:
 
 
 def place() -> Path | None:
-    """The file that the kernels came from, None where there is none."""
+    """The file of the kernels, None where there is none."""
     kernels = _kernels()
     return None if isinstance(kernels, str) else kernels.place
 
 
 def identity() -> str:
-    """A name that differs for different kernels; "none" where there are none."""
+    """A name that differs between kernels; "none" where there are none."""
     kernels = _kernels()
     return "none" if isinstance(kernels, str) else f"{instruction_set()}-{kernels.digest[:16]}"
 
@@ -88,32 +90,26 @@ def identity() -> str:
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16.
 
-    Raises `MemoryError` where its buffers cannot be had, and `KeyboardInterrupt` soon after Ctrl-C where that would be
-    raised anyway: in the main thread, under Python's own handler. Its outputs are then incomplete.
+    Raises `MemoryError` if there is no memory for its buffers, and `KeyboardInterrupt` soon after Ctrl-C in the main
+    thread, if Python's own handler is installed. Its outputs are then incomplete.
     """
     library = _library()
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
     if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
         library.fewkeys_watch()
     outcome = getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
-    if outcome != _DONE:
-        raise _ENDS.get(outcome, RuntimeError)(f"{name}: expected it to finish, but {_WHY.get(outcome, 'it failed')}")
+    if outcome:
+        error, reason = _FAILURES[outcome]
+        raise error(f"{name}: expected it to finish, but {reason}")
 
 
 def counters() -> dict[str, int]:
-    """`multiply_adds` of all kernels and `bytes` of all their buffers since the last call.
-
-    Only kernels that are compiled with `FEWKEYS_COUNT=1` in the environment count: they are slower.
-    """
+    """`multiply_adds` of all kernels and `bytes` of their buffers since the last call, if `FEWKEYS_COUNT=1` is set."""
     library, numbers = _library(), (ctypes.c_int64(), ctypes.c_int64())
     if not hasattr(library, "fewkeys_take_counters"):
         raise RuntimeError(f"native.counters: expected kernels that count, got others; set {COUNT}=1")
     library.fewkeys_take_counters(*map(ctypes.byref, numbers))
     return dict(zip(("multiply_adds", "bytes"), (number.value for number in numbers), strict=True))
-
-
-def _counting() -> bool:
-    return os.environ.get(COUNT, "0") != "0"
 
 
 def _library() -> ctypes.CDLL:
@@ -124,8 +120,8 @@ def _library() -> ctypes.CDLL:
 
 
 def _kernels() -> Kernels | str:
-    """The kernels that the environment selects, or why there are none. Fast, since every call asks."""
-    return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
+    """The kernels that the environment selects, or why there are none."""
+    return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), os.environ.get(COUNT, "0") != "0")
 
 
 @lru_cache
@@ -139,7 +135,8 @@ def _load(switch: str | None, forced: str | None, counting: bool) -> Kernels | s
     with _LOADING:
         shipped = LIBRARIES / f"{wanted}.so"
         if switch == "jit" or counting or not shipped.is_file():
-            kernels = _made(wanted, counting)
+            # Kernels that count need not be fast, but compile fast.
+            kernels = _made(wanted, ("-DFEWKEYS_COUNT", "-O0") if counting else ())
         else:
             library = _intact(shipped.read_bytes())
             damage = f"{shipped} is damaged; install fewkeys again"
@@ -159,7 +156,7 @@ def _opened(data: bytes, place: Path | None, wanted: InstructionSet) -> Kernels:
 
 
 def _load_bytes(data: bytes) -> ctypes.CDLL:
-    """The library of exactly these bytes, from memory where the system can, else from a private copy."""
+    """The library of exactly these bytes, from memory if the system can, else from a private copy."""
     try:
         descriptor = os.memfd_create("fewkeys-kernels")
     except (AttributeError, OSError):  # not Linux
@@ -174,32 +171,32 @@ def _load_bytes(data: bytes) -> ctypes.CDLL:
 
 
 def _threads() -> ctypes.c_void_p | None:
-    """The entry of torch's OpenMP, from whatever library; None: kernels start threads themselves."""
+    """The entry of torch's OpenMP; None: kernels start threads themselves."""
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
     except (OSError, AttributeError):
         return None
 
 
-def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
-    """Kernels from an earlier compilation, else compiled now."""
+def _made(wanted: InstructionSet, flags: tuple[str, ...]) -> Kernels | str:
+    """Kernels from an earlier compilation with these flags besides the usual ones, else compiled now."""
     compiler = sets.compiler()
     if compiler is None:
         looked_for = ", ".join(sets.COMPILERS)
         return f"no C++ compiler ({looked_for}) is installed; set {sets.COMPILER} to one, or install a wheel"
     try:
-        name = f"kernels-{_fingerprint(compiler, wanted, counting)}.so"
+        name = f"kernels-{_fingerprint(compiler, wanted, flags)}.so"
         for folder in (cache_folder(), spare_folder()):
             if kernels := _kept(folder / name, wanted):
                 return kernels
         keep_in = _folder_to_keep()
         if keep_in is None:
-            return _opened(_compile(compiler, wanted, counting, "no folder"), None, wanted)
+            return _opened(_compile(compiler, wanted, flags, "no folder"), None, wanted)
         path = keep_in / name
         with _alone(path):
             if kernels := _kept(path, wanted):  # by now another process may have compiled it
                 return kernels
-            library = _compile(compiler, wanted, counting, str(keep_in))
+            library = _compile(compiler, wanted, flags, str(keep_in))
             with suppress(OSError):  # the disk is full: the next process compiles again
                 write_whole(path, library + hashlib.sha256(library).digest(), mode=0o755)
             return _opened(library, path, wanted)
@@ -216,23 +213,15 @@ def _kept(path: Path, wanted: InstructionSet) -> Kernels | None:
 
 
 def _intact(file: bytes) -> bytes | None:
-    """The library that a file holds before its SHA-256, None where the two differ.
-
-    Loading a truncated library would end the process.
-    """
+    """The library that a file holds before its SHA-256. None if the two differ: loading it could end the process."""
     library, digest = file[:-DIGEST], file[-DIGEST:]
     return library if hashlib.sha256(library).digest() == digest else None
 
 
-def _flags(counting: bool) -> tuple[str, ...]:
-    """Flags after those of `sets.command`. Kernels that count need not be fast, but compile fast."""
-    return ("-DFEWKEYS_COUNT", "-O0") if counting else ()
-
-
-def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) -> str:
+def _fingerprint(compiler: list[str], wanted: InstructionSet, flags: tuple[str, ...]) -> str:
     """A digest of everything that the library depends on: sources, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    parts = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *_flags(counting)]
+    parts = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *flags]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sets.SOURCES:
         digest.update((sets.HERE / source).read_bytes())
@@ -251,7 +240,7 @@ def _folder_to_keep() -> Path | None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait up to `WAIT` seconds while another process compiles the same; then both do, and the later file stays."""
+    """Wait up to `WAIT` seconds while another process compiles the same; then compile it, too."""
     try:
         import fcntl
 
@@ -274,14 +263,14 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _compile(compiler: list[str], wanted: InstructionSet, counting: bool, kept_in: str) -> bytes:
+def _compile(compiler: list[str], wanted: InstructionSet, flags: tuple[str, ...], kept_in: str) -> bytes:
     """The library, compiled in a temporary folder of this process."""
     _LOG.warning(
         "compiling the kernels for %s with %s, once: 10 to 60 seconds; kept in %s", wanted, compiler[0], kept_in
     )
     with tempfile.TemporaryDirectory(prefix="fewkeys-") as folder:
         path = Path(folder) / "kernels.so"
-        command = sets.command(compiler, wanted, str(path), *_flags(counting))
+        command = sets.command(compiler, wanted, str(path), *flags)
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE, umask=0o077)  # noqa: S603
         library = read_own(path)
     if library is None:

@@ -1,15 +1,14 @@
 // Keys in two bits a number, and queries in integers: `fewkeys.sketch.codes` has the equations.
 //
-// Every step is an exact product, a sum in a fixed order or a correctly rounded operation, so the bits equal those of
-// torch's operations.
+// Every step is an exact product, a sum in a fixed order or a correctly rounded operation, so the bits are torch's.
 #pragma once
 #include "largest.h"
 
 namespace fewkeys {
 
-constexpr int TABLE = 16;    // bytes of two dimensions in a block
-constexpr int LEVELS = 10;   // the largest integer of a query
-constexpr int UNIT = 4096;   // the factor of a key at the mean distance of the first block from the middle
+constexpr int TABLE = 16;   // bytes of two dimensions in a block
+constexpr int LEVELS = 10;  // the largest integer of a query
+constexpr int UNIT = 4096;  // the factor of a key at the mean distance of the first block from the middle
 
 template <int step>
 static inline vec butterfly(vec x) {
@@ -56,7 +55,7 @@ class Coder {
     std::fill_n(sigma, CODED, 0);
     const int64_t first = block * CODED, count = std::min<int64_t>(CODED, p.keys - first);
     for (int64_t i = 0; i < count; i++)
-      sigma[i] = levels(p.key.at<T>(head / p.heads, head % p.heads, first + i), head, &code[i * p.wide]);
+      sigma[i] = levels(p.key.at<T>(head, first + i), head, &code[i * p.wide]);
     uint8_t *packed = p.packed + (head * p.blocks + block) * p.wide / 2 * TABLE;
     for (int64_t d = 0; d < p.wide; d += 2)
       for (int c = 0; c < TABLE; c++) {
@@ -67,7 +66,7 @@ class Coder {
 
  private:
   const Coding &p;
-  aligned_vector<float> turned;
+  Floats turned;
   aligned_vector<double> square;
   aligned_vector<uint8_t> code;
 
@@ -93,7 +92,7 @@ class Coder {
 template <class T>
 static void code_keys(const Coding &p, int threads) {
   in_parallel(
-      threads, p.batch * p.heads * p.blocks, [&] { return Coder<T>(p); },
+      threads, p.heads * p.blocks, [&] { return Coder<T>(p); },
       [&](Coder<T> &coder, int64_t t) { coder.run(t / p.blocks, t % p.blocks); }, 8);
 }
 

@@ -1,7 +1,6 @@
 // The stand-ins of every cohort, from the sums of `tilts.h`. `fewkeys.rest.cohort_means` has the equations.
 #pragma once
-#include "products.h"
-#include "team.h"
+#include "tile.h"
 
 namespace fewkeys {
 
@@ -9,8 +8,8 @@ namespace fewkeys {
 // (`fewkeys.sketch.gram.top_subspace`).
 class Subspace {
  public:
-  Subspace(int64_t dim, int64_t wide, int64_t rank, int64_t steps, float least)
-      : dim(dim), wide(wide), rank(rank), steps(steps), tall(round_up(dim)), across(round_up(wide)), least(least),
+  explicit Subspace(const CohortStandIns &p)
+      : p(p), dim(p.dim), wide(p.value_dim), rank(p.rank), tall(round_up(dim)), across(round_up(wide)),
         second(dim * tall), turned(tall * across), square(across * across), start(rank * wide), next(rank * wide) {
     for (int64_t r = 0; r < rank; r++)
       for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
@@ -25,7 +24,7 @@ class Subspace {
     for (int64_t e = 0; e < across; e += SOME)
       mix(turned.data(), across, dim, across, pooled + e, across, &square[e * across], across);
     std::copy(start.begin(), start.end(), right);
-    for (int64_t step = 0; step < steps; step++) {
+    for (int64_t step = 0; step < p.steps; step++) {
       std::fill(next.begin(), next.end(), 0.0f);
       for (int64_t r = 0; r < rank; r++)
         for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
@@ -38,9 +37,9 @@ class Subspace {
   }
 
  private:
-  const int64_t dim, wide, rank, steps, tall, across;
-  const float least;
-  aligned_vector<float> second, turned, square, start, next;
+  const CohortStandIns &p;
+  const int64_t dim, wide, rank, tall, across;
+  Floats second, turned, square, start, next;
 
   // Orthogonalises row r of `next` against the earlier rows and normalises it; zero if hardly anything is left.
   void straighten(int64_t r, float largest) {
@@ -51,7 +50,7 @@ class Subspace {
         add(row, across, -product(row, across, wide), wide);
       }
     const float length = std::sqrt(product(row, row, wide));
-    const bool left = length > least * largest;
+    const bool left = length > p.least * largest;
     for (int64_t d = 0; d < wide; d++) row[d] = left ? row[d] / length : 0.0f;
   }
 };
@@ -60,7 +59,7 @@ class CohortMeans {
  public:
   explicit CohortMeans(const CohortStandIns &p)
       : p(p), count(p.count), dim(p.dim), wide(p.value_dim), tall(round_up(dim, TILE)), across(round_up(wide)),
-        ranks(round_up(p.rank, TILE)), subspace(dim, wide, p.rank, p.steps, p.least), pooled(tall * across),
+        ranks(round_up(p.rank, TILE)), subspace(p), pooled(tall * across),
         weighted(count * tall), values(count * across), offset(count * tall), within(dim * tall), left(dim * ranks),
         moving(dim * ranks), turned(count * tall), moved(count * ranks), start(ranks), spread(count) {}
 
@@ -90,9 +89,9 @@ class CohortMeans {
   const CohortStandIns &p;
   const int64_t count, dim, wide, tall, across, ranks;
   Subspace subspace;
-  aligned_vector<float> pooled, weighted, values, offset;
-  aligned_vector<float> within, left, moving;  // W, the left factor, and W times the left factor, in tiles of columns
-  aligned_vector<float> turned, moved, start, spread;
+  Floats pooled, weighted, values, offset;
+  Floats within, left, moving;  // W, the left factor, and W times the left factor, in tiles of columns
+  Floats turned, moved, start, spread;
 
   // The number of lanes, in whole vectors, of the ranks from r on.
   int used(int64_t r) const { return round_up(std::min<int64_t>(TILE, p.rank - r), LANES); }
@@ -102,8 +101,8 @@ class CohortMeans {
 
   // Copies the columns of a matrix (D, width) as lanes for `dots`, TILE at a time.
   void to_columns(const float *rows, int64_t width, float *to) {
-    for (int64_t e = 0; e < width; e++)
-      for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
+    for (int64_t e = 0; e < width; e += TILE, to += dim * TILE)
+      copy_rows(rows + e, width, dim, std::min<int64_t>(TILE, width - e), TILE, to);
   }
 
   // pooled <- the mean of (k - key_c)(v - value_c)^T over all clusters of all cohorts.

@@ -8,12 +8,12 @@ namespace fewkeys {
 
 constexpr int CHUNK = 32;  // keys that are scored at once
 
-// Which of a list of numbers are the `rank` smallest: those below `end`, and the first `ties` of those equal to `end`.
+// The `rank` smallest of a list of numbers: those below `end`, and the first `ties` of those equal to `end`.
 struct Smallest {
   float end;
   int64_t ties;
 
-  // By bisection. `x` has room for whole vectors and is changed: NaN becomes zero, infinity the largest number.
+  // By bisection. `x` has room for whole vectors; NaN becomes zero, infinity the largest number.
   Smallest(float *x, int64_t count, int64_t rank) {
     constexpr float MOST = std::numeric_limits<float>::max();
     const int64_t full = round_up(count, LANES);
@@ -41,7 +41,7 @@ struct Smallest {
     ties = rank - count_below(x, full, end);
   }
 
-  // Whether the next number of the list is among the smallest. Call it once for each number, in their order.
+  // Whether the next number of the list is among the smallest; called once for each number, in order.
   bool takes(float x) {
     const bool is_end = x == end, is_one = (x < end) | (is_end & (ties > 0));
     ties -= is_end;
@@ -56,8 +56,8 @@ struct Smallest {
   }
 };
 
-// Halves sets of rows again and again, and computes the means and covariance of the parts (`fewkeys.sketch.cohorts`).
-// A direction of a cut is a sum of rows. Products with it are inner products in the metric.
+// Halves sets of rows again and again, and computes the means and covariance of the parts (`fewkeys.sketch.halves`). A
+// direction of a cut is a sum of rows. Products with it are inner products in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
@@ -67,7 +67,7 @@ class Halver {
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim;
-    measure_keys(set / p.heads, set % p.heads);
+    measure_keys(set);
     for (int64_t i = 0; i < size; i++) order[i] = i < p.rows_each ? i : -1;
     for (int64_t span = size; span > size / p.count; span /= 2)
       for (int64_t begin = 0; begin < size; begin += span) cut(&order[begin], span);
@@ -81,11 +81,11 @@ class Halver {
   const int64_t dim, wide, size, most;  // most: the most rows that a direction is computed from
   const float *rows = nullptr;
   std::vector<int32_t> order, others;
-  std::vector<const float *> key;  // the rows whose mean and products are summed
-  aligned_vector<float> score;
-  // picked: sampled rows; by: their products with the direction, or their weights; half: -1 in the smaller half.
-  // metric and square: matrices, padded to `wide` in both dimensions.
-  aligned_vector<float> picked, by, half, along, turned, middle, metric, square;
+  std::vector<const float *> chosen;  // rows whose mean and products are summed
+  Floats score;
+  // picked: sampled rows; by: their products with the direction, or their weights; half: -1 in the smaller half. metric
+  // and square: matrices, padded to `wide` in both dimensions.
+  Floats picked, by, half, along, turned, middle, metric, square;
 
   // Moves the rows with smaller products to the front half. Entries of -1, which are no rows, stay at the end.
   void cut(int32_t *members, int64_t span) {
@@ -106,28 +106,30 @@ class Halver {
   }
 
   // Computes the metric of a head: the covariance of its keys, times their number.
-  void measure_keys(int64_t b, int64_t h) {
-    const uint8_t *real = p.real ? p.real + b * p.keys : nullptr;
-    std::fill(middle.begin(), middle.end(), 0.0f), std::fill(metric.begin(), metric.end(), 0.0f);
-    key.clear();
+  void measure_keys(int64_t head) {
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
+    chosen.clear();
     for (int64_t j = 0; j < p.keys; j++)
-      if (!real || real[j]) key.push_back(p.key.at<float>(b, h, j));
-    for (const float *row : key) add(middle.data(), row, 1.0f, dim);
-    for (float &x : middle) x /= std::max<size_t>(1, key.size());
-    add_products(key.data(), key.size(), middle.data(), metric);
+      if (!real || real[j]) chosen.push_back(p.key.at<float>(head, j));
+    std::fill(metric.begin(), metric.end(), 0.0f);
+    add_products(middle.data(), metric.data());
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < d; e++) metric[d * wide + e] = metric[e * wide + d];
   }
 
-  // Adds the outer products of rows around `mean` to the upper triangle of `sums`.
-  void add_products(const float *const *row, int64_t count, const float *mean, aligned_vector<float> &sums) {
+  // mean <- the mean of the chosen rows. Adds their outer products around it to the upper triangle of `sums`.
+  void add_products(float *mean, float *sums) {
+    const int64_t count = chosen.size();
+    std::fill_n(mean, dim, 0.0f);
+    for (const float *row : chosen) add(mean, row, 1.0f, dim);
+    for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<int64_t>(1, count);
     for (int64_t begin = 0; begin < count; begin += p.sample) {
       const int few = std::min(p.sample, count - begin);
       for (int j = 0; j < few; j++) {
-        copy_rows(row[begin + j], 0, 1, dim, wide, &picked[j * wide]);
+        copy_rows(chosen[begin + j], 0, 1, dim, wide, &picked[j * wide]);
         add(&picked[j * wide], mean, -1.0f, dim);
       }
-      add_square(picked.data(), wide, few, wide, sums.data());
+      add_square(picked.data(), wide, few, wide, sums);
     }
   }
 
@@ -143,11 +145,11 @@ class Halver {
     }
   }
 
-  // turned <- metric * along: a plain product with `turned` is a product with `along` in the metric.
+  // turned <- metric * along, whose plain products are those of `along` in the metric.
   void turn() { sum_rows(metric.data(), wide, along.data(), wide, turned.data()); }
 
-  // along, turned <- the direction of the cut, from a sample of the rows: power iterations, then steps that move it to
-  // the sum of the rows of one half. The sample is filled up with zero rows to a multiple of FOUR.
+  // along, turned <- the direction of the cut, from a sample of the rows, padded with zero rows to a multiple of FOUR:
+  // power iterations, then steps that move it to the sum of the rows of one half.
   void look(const int32_t *members, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
@@ -212,14 +214,11 @@ class Halver {
     for (int64_t c = 0; c < p.count; c++) {
       const int32_t *members = &order[c * each];
       float *mean = p.mean + (set * p.count + c) * dim;
-      std::fill_n(mean, dim, 0.0f);
-      key.clear();
-      for (int64_t i = 0; i < each && members[i] >= 0; i += p.step) key.push_back(rows + members[i] * dim);
-      for (const float *row : key) add(mean, row, 1.0f, dim);
-      for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<size_t>(1, key.size());
-      add_products(key.data(), key.size(), mean, square);
+      chosen.clear();
+      for (int64_t i = 0; i < each && members[i] >= 0; i += p.step) chosen.push_back(rows + members[i] * dim);
+      add_products(mean, square.data());
       for (int64_t d = 0; d < dim; d++) mean[d] *= p.scale;
-      all += key.size();
+      all += chosen.size();
     }
     const float unit = p.scale * p.scale / std::max<int64_t>(1, all);
     float *within = p.within + set * dim * dim;
@@ -230,12 +229,12 @@ class Halver {
 
 static void halve(const Halves &p, int threads) {
   const auto split = [](Halver &halver, int64_t set) { halver.split(set); };
-  in_parallel(threads, p.sets, [&] { return Halver(p); }, split);
+  in_parallel(threads, p.heads, [&] { return Halver(p); }, split);
 }
 
 // The mean queries of a tile of cohorts, with the cohorts in the lanes.
 struct CohortLanes {
-  aligned_vector<float> means;
+  Floats means;
   int count = 0, used = 0;  // the number of cohorts, and of lanes that are computed
 
   explicit CohortLanes(int dim) : means(dim * TILE) {}
@@ -253,13 +252,14 @@ class Choosing {
         copy(CHUNK * round_up(dim)), score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE),
         room(round_up(2 * p.count)), lacking(TILE * room), place(TILE * room) {}
 
-  // offset <- what is added to the product of a key with a cohort's mean query to get its score, for a tile of keys.
-  // `far`: the largest distance of the head.
+  // offset <- the score of each key in a tile without its product with a cohort's mean query. `far`: the largest
+  // distance of the head.
   void weigh(int64_t head, int64_t tile, float far, float *offset) {
-    const int64_t b = head / p.heads, h = head % p.heads, first = tile * TILE, at = head * p.keys + first;
+    const int64_t first = tile * TILE, at = head * p.keys + first;
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     const int count = std::min<int64_t>(TILE, p.keys - first);
-    if (held != head) read_form(head);
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
+    if (form_head != head) read_form(head);
+    to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
     for (int d = 0; d < dim; d++)
       for (int v = 0; v < TILE; v += LANES) {
         float *x = &lanes[d * TILE + v];
@@ -276,8 +276,8 @@ class Choosing {
       store(variance + v, half), store(sum + v, half + p.power * logarithm(max(load(distance + v), least)));
     }
     std::copy_n(variance, count, p.half_variance + at), std::copy_n(sum, count, offset + at);
-    for (int i = 0; p.real && i < count; i++)
-      if (!p.real[b * p.keys + first + i]) offset[at + i] = -INFINITY;
+    for (int i = 0; real && i < count; i++)
+      if (!real[first + i]) offset[at + i] = -INFINITY;
   }
 
   void choose(int64_t head, int64_t tile, const float *offset) {
@@ -305,21 +305,21 @@ class Choosing {
  private:
   const Best &p;
   const int dim;
-  aligned_vector<float> form, lanes, turned;  // x^T form x = x^T W x / 2, upper triangular
-  int64_t held = -1;                          // the head that `form` belongs to
+  Floats form, lanes, turned;  // x^T form x = x^T W x / 2, upper triangular
+  int64_t form_head = -1;      // the head that `form` belongs to
   CohortLanes cohorts;
-  aligned_vector<float> copy, score;
+  Floats copy, score;
   static constexpr int64_t SOME_KEYS = 2048;  // the first keys, which give a bound for all others
   static constexpr int HALVINGS = 10;
-  // Candidates of every cohort in the order of the keys, at most twice `count`: negated scores and positions.
+  // Candidates of every cohort in the order of the keys, fewer than `room`: negated scores and positions.
   const int64_t room;
-  aligned_vector<float> lacking;
+  Floats lacking;
   aligned_vector<int32_t> place;
   int64_t many[TILE];  // the number of candidates
   float least[TILE];   // a candidate's score must exceed it; infinity in lanes without a cohort
 
   void read_form(int64_t head) {
-    held = head;
+    form_head = head;
     const float *within = p.within + head * dim * dim;
     for (int d = 0; d < dim; d++)
       for (int e = 0; e < dim; e++)
@@ -328,9 +328,9 @@ class Choosing {
 
   // Scores the keys first .. first + CHUNK - 1 for all cohorts of the tile.
   void look(int64_t head, int64_t first, const float *offset, float *to) {
-    const int64_t b = head / p.heads, h = head % p.heads, rows = std::min<int64_t>(CHUNK, p.keys - first);
+    const int64_t rows = std::min<int64_t>(CHUNK, p.keys - first);
     int64_t stride = p.key.row;
-    const float *key = floats(p.key.at<T>(b, h, first), stride, rows, dim, round_up(dim), copy.data());
+    const float *key = as_floats(p.key.at<T>(head, first), stride, rows, dim, round_up(dim), copy.data());
     dots(key, stride, rows, dim, cohorts.means.data(), to, cohorts.used);
     count_multiply_adds(rows * cohorts.used);
     for (int v = 0; v < cohorts.used; v += LANES)
@@ -338,8 +338,7 @@ class Choosing {
         store(to + j * TILE + v, load(to + j * TILE + v) + offset[head * p.keys + first + j]);
   }
 
-  // least <- a bound that at least `count` of the first keys exceed, by bisection. Few later keys then become
-  // candidates.
+  // least <- a bound that at least `count` of the first keys exceed, by bisection, so that few later keys do.
   void raise(int64_t rows) {
     if (rows <= p.count) return;
     for (int v = 0; v < cohorts.used; v += LANES) {
@@ -389,10 +388,9 @@ class Choosing {
 
 template <class T>
 static void best(const Best &p, int threads) {
-  const int64_t heads = p.batch * p.heads;
-  aligned_vector<float> offset(heads * p.keys), far(heads);
+  Floats offset(p.heads * p.keys), far(p.heads);
   const auto measure = [&](Choosing<T> &, int64_t head, int64_t) {
-    const uint8_t *real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     far[head] = 0.0f;
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) far[head] = std::max(far[head], p.distance[head * p.keys + j]);
@@ -403,7 +401,7 @@ static void best(const Best &p, int threads) {
   const auto choose = [&](Choosing<T> &choosing, int64_t head, int64_t tile) {
     choosing.choose(head, tile, offset.data());
   };
-  in_phases(threads, heads, p.keys <= PIECE, [&] { return Choosing<T>(p); }, Phase{1, measure},
+  in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Choosing<T>(p); }, Phase{1, measure},
             Phase{(p.keys + TILE - 1) / TILE, weigh}, Phase{(p.cohorts + TILE - 1) / TILE, choose});
 }
 

@@ -27,31 +27,32 @@ static void extents(const Extents &p, int threads) {
   struct Part {
     const Rows &rows;
     T *copy;
-    int64_t heads, count, dim, pieces;
+    int64_t count, dim, pieces;
   };
-  const auto part = [&](const Rows &rows, void *copy, int64_t heads, int64_t count, int64_t dim) {
-    return Part{rows, (T *)copy, heads, count, dim, p.batch * ((count + EXTENT - 1) / EXTENT)};
+  const auto part = [&](const Rows &rows, void *copy, int64_t count, int64_t dim) {
+    return Part{rows, (T *)copy, count, dim, p.heads / p.key.heads * ((count + EXTENT - 1) / EXTENT)};
   };
-  const Part parts[] = {part(p.query, p.query_copy, p.heads * p.gqa_ratio, p.queries, p.dim),
-                        part(p.key, p.key_copy, p.heads, p.keys, p.dim),
-                        part(p.value, p.value_copy, p.heads, p.keys, p.value_dim)};
+  const Part parts[] = {part(p.query, p.query_copy, p.queries, p.dim), part(p.key, p.key_copy, p.keys, p.dim),
+                        part(p.value, p.value_copy, p.keys, p.value_dim)};
   std::atomic<int32_t> most[3] = {};
   const auto look = [&](int, int64_t piece) {
     int at = 0;
     for (; piece >= parts[at].pieces; at++) piece -= parts[at].pieces;
     const Part &part = parts[at];
-    const int64_t each = (part.count + EXTENT - 1) / EXTENT, b = piece / each, first = piece % each * EXTENT;
+    const int64_t each = (part.count + EXTENT - 1) / EXTENT, first = piece % each * EXTENT;
+    const int64_t head = piece / each * part.rows.heads;  // the first of the sequence
+    const T *rows = part.rows.template at<T>(head, 0);
     ivec seen = {};
     // Models store the rows of all heads of a token side by side, so this order reads memory sequentially.
     for (int64_t n = first; n < std::min(part.count, first + EXTENT); n++)
-      for (int64_t h = 0; h < part.heads; h++) {
-        const T *row = part.rows.template at<T>(b, h, n);
+      for (int64_t h = 0; h < part.rows.heads; h++) {
+        const T *row = rows + h * part.rows.head + n * part.rows.row;
         look_at(row, part.dim, seen);
-        if (part.copy) std::copy_n(row, part.dim, part.copy + ((b * part.heads + h) * part.count + n) * part.dim);
+        if (part.copy) std::copy_n(row, part.dim, part.copy + ((head + h) * part.count + n) * part.dim);
       }
     int32_t largest = 0;
     for (int l = 0; l < LANES; l++) largest = std::max<int32_t>(largest, seen[l]);
-    for (int32_t before = most[at]; before < largest && !most[at].compare_exchange_weak(before, largest);) {}
+    raise_to(most[at], largest);
   };
   in_parallel(threads, parts[0].pieces + parts[1].pieces + parts[2].pieces, [] { return 0; }, look, 4);
   for (int at = 0; at < 3; at++) {

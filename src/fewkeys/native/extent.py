@@ -12,7 +12,7 @@ from torch import Tensor
 from fewkeys.core.validation import Rows as TensorRows
 from fewkeys.core.validation import largest_entries
 from fewkeys.native.build import call
-from fewkeys.native.tensors import DTYPES, Rows, dense, readable, struct, wants_gradient
+from fewkeys.native.tensors import DTYPES, readable, sized, struct, wants_gradient
 
 
 def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
@@ -21,25 +21,25 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     """
     if not _can_read(query, key, value):
         return largest_entries(query, key, value)
-    return _look(query, key, value, {})
+    return _look(query, key, value)
 
 
 def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
     """`largest`, and copies of the rows that are contiguous head by head, unless gradients are needed.
 
-    In models the rows of all heads of a token are contiguous. The kernel reads them in this order. torch copies head
-    by head, and waits for memory at every row once a tensor is larger than the cache.
+    In models the rows of all heads of a token are contiguous, and the kernel reads them in this order. torch copies
+    head by head, and waits for memory at every row of a tensor that is larger than the cache.
     """
     rows = query, key, value
     if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
         return largest(*rows), rows
     sizes = [part.numel() for part in rows]
     parts = _scratch(sum(sizes), query.dtype).split(sizes)
-    copies = {name: part.view(row.shape) for name, part, row in zip(_COPIES, parts, rows, strict=True)}
-    return _look(query, key, value, copies), (copies["query_copy"], copies["key_copy"], copies["value_copy"])
+    query_copy, key_copy, value_copy = (part.view(row.shape) for part, row in zip(parts, rows, strict=True))
+    entries = _look(*rows, query_copy=query_copy, key_copy=key_copy, value_copy=value_copy)
+    return entries, (query_copy, key_copy, value_copy)
 
 
-_COPIES = ("query_copy", "key_copy", "value_copy")
 _LARGEST_SCRATCH = 2**26
 _scratches: list[Any] = []
 
@@ -54,8 +54,8 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
         buffer = _scratches.pop()  # now no other thread has it
     except IndexError:
         buffer = None
-    # A tensor of the buffer would be a third reference.
-    if buffer is None or len(buffer) < size or sys.getrefcount(buffer) > _FREE:
+    # A tensor of the buffer would be a third reference, besides the variable and the argument of `getrefcount`.
+    if buffer is None or len(buffer) < size or sys.getrefcount(buffer) > 2:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
     scratch = torch.from_numpy(buffer)
     if len(buffer) <= _LARGEST_SCRATCH and not _scratches:
@@ -63,28 +63,18 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     return scratch[:size].view(dtype)
 
 
-_FREE = 2
-"""References to an unused buffer inside `_scratch`: the variable, and the argument of `getrefcount`."""
-
-
 def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return not torch.compiler.is_compiling() and query.dtype in DTYPES and readable(query, key, value)
 
 
-def _look(query: Tensor, key: Tensor, value: Tensor, copies: dict[str, Tensor]) -> list[float]:
-    held = {name: dense(rows) for name, rows in (("query", query), ("key", key), ("value", value))}
+def _look(query: Tensor, key: Tensor, value: Tensor, **copies: Tensor) -> list[float]:
     numbers = (ctypes.c_float * 3)()
     args = struct("Extents")(
-        **{name: Rows.of(rows) for name, rows in held.items()},
+        **sized(key, value),
         **copies,
+        query=query,
         largest=ctypes.addressof(numbers),
-        batch=key.shape[0],
-        heads=key.shape[1],
-        gqa_ratio=query.shape[1] // key.shape[1],
         queries=query.shape[2],
-        keys=key.shape[2],
-        dim=key.shape[3],
-        value_dim=value.shape[3],
     )
     call("fewkeys_extents", args, query.dtype)
     return list(numbers)

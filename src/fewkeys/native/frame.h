@@ -18,19 +18,18 @@ class Framing {
   int64_t size() const { return key_pieces * key_size + query_pieces * query_size; }
 
   void add_piece(int64_t head, int64_t piece, float *sums) {
-    const int64_t b = head / p.heads, h = head % p.heads;
     if (piece < key_pieces) {
       const int64_t first = piece * PIECE, count = std::min(p.keys - first, PIECE);
       sums += piece * key_size;
-      add_rows(p.key.at<T>(b, h, first), p.key.row, count, dim, sums);
-      sums[dim + wide] = add_rows(p.value.at<T>(b, h, first), p.value.row, count, wide, sums + dim);
+      add_rows(p.key.at<T>(head, first), p.key.row, count, dim, sums);
+      sums[dim + wide] = add_rows(p.value.at<T>(head, first), p.value.row, count, wide, sums + dim);
       return;
     }
     piece -= key_pieces;
     const int64_t each = query_pieces / p.gqa_ratio, first = piece % each * PIECE;
     sums += key_pieces * key_size + piece * query_size;
     for (int64_t begin = first; begin < std::min(p.queries, first + PIECE); begin += FEW)
-      multiply(p.query.at<T>(b, h * p.gqa_ratio + piece / each, begin), std::min(p.queries - begin, FEW), sums);
+      multiply(p.query.at<T>(head * p.gqa_ratio + piece / each, begin), std::min(p.queries - begin, FEW), sums);
   }
 
   void finish(int64_t head, float *sums) {
@@ -38,7 +37,7 @@ class Framing {
     for (int64_t piece = 1; piece < key_pieces; piece++) add(sums, sums + piece * key_size, 1.0f, key_size);
     for (int64_t piece = 1; piece < query_pieces; piece++) add(asked, asked + piece * query_size, 1.0f, query_size);
     float *mean_query = p.mean_query + head * dim, *second = p.second + head * dim * dim;
-    const float queries = p.asked[head / p.heads];
+    const float queries = p.asked[head / p.key.heads];
     for (int64_t d = 0; d < dim; d++) {
       mean_query[d] = p.scale * asked[d] / queries;
       for (int64_t e = d; e < dim; e++)
@@ -53,10 +52,9 @@ class Framing {
   }
 
  private:
-  static constexpr int64_t FEW = 64;
   const Framed &p;
   const int64_t dim, wide, tall, key_pieces, query_pieces, key_size, query_size;
-  aligned_vector<float> copy;
+  Floats copy;
 
   static int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
 
@@ -64,13 +62,13 @@ class Framing {
   void multiply(const T *query, int64_t count, float *sums) {
     int64_t stride = p.query.row;
     add_rows(query, stride, count, dim, sums);
-    const float *rows = floats(query, stride, count, dim, tall, copy.data());
+    const float *rows = as_floats(query, stride, count, dim, tall, copy.data());
     add_square(rows, stride, count, tall, sums + dim);
   }
 
   // Writes the mean key, the mean value and the unit of the values.
   void centre(int64_t head, const float *sums) {
-    const float keys = p.real[head / p.heads];
+    const float keys = p.real[head / p.key.heads];
     float *value = p.value_mean + head * wide;
     for (int64_t d = 0; d < dim; d++) p.mean[head * dim + d] = sums[d] / keys;
     for (int64_t d = 0; d < wide; d++) value[d] = sums[dim + d] / keys;
@@ -91,16 +89,16 @@ class Framing {
 template <class T>
 static void frame(const Framed &p, int threads) {
   const Framing<T> one(p);
-  const int64_t heads = p.batch * p.heads, size = one.size();
+  const int64_t size = one.size();
   const bool small = p.keys <= PIECE && p.queries <= PIECE;
-  aligned_vector<float> sums(heads * size);
+  Floats sums(p.heads * size);
   const auto add_piece = [&](Framing<T> &framing, int64_t head, int64_t piece) {
     framing.add_piece(head, piece, sums.data() + head * size);
   };
   const auto finish = [&](Framing<T> &framing, int64_t head, int64_t) {
     framing.finish(head, sums.data() + head * size);
   };
-  in_phases(threads, heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
+  in_phases(threads, p.heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
 }
 
 }  // namespace fewkeys

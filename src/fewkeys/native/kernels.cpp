@@ -13,13 +13,13 @@
 namespace fewkeys {
 
 // The exports: `fewkeys_name(arguments, threads)`; kernels of float32 or bfloat16 take the kind before the threads.
-#define EXPORT(name, Args)                                                                     \
-  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int threads) {                              \
-    return outcome_of([=] { name(*p, threads); });                                             \
+#define EXPORT(name, Args) \
+  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int threads) { \
+    return outcome_of([=] { name(*p, threads); }); \
   }
-#define EXPORT_BY_DTYPE(name, Args)                                                            \
-  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
-    return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); });  \
+#define EXPORT_BY_DTYPE(name, Args) \
+  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) { \
+    return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); }); \
   }
 
 EXPORT_BY_DTYPE(attend, Near)
@@ -39,33 +39,20 @@ EXPORT(halve, Halves)
 // From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
-// The instruction set that this library needs, as `sets.py` names it.
-FEWKEYS_EXPORT const char *fewkeys_set() {
-#if defined(FEWKEYS_MATRIX)
-  return "amx";
-#elif defined(FEWKEYS_LEVELS)
-  return "vnni";
-#elif defined(__AVX512F__)
-  return "v4";
-#elif defined(__AVX2__)
-  return "v3";
-#elif defined(__ARM_NEON)
-  return "neon";
-#else
-  return "v2";
-#endif
-}
+// The name of the instruction set that this library needs, from `sets.command`.
+FEWKEYS_EXPORT const char *fewkeys_set() { return FEWKEYS_SET; }
 
 // The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
 
 #ifdef FEWKEYS_COUNT
-FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {
-  Counters::all().take(*multiply_adds, *bytes);
+// The counts since the last call.
+FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *adds, int64_t *bytes) {
+  *adds = multiply_adds.exchange(0), *bytes = bytes_taken.exchange(0);
 }
 
-// Let the allocation of this number, counted from now, fail; 0: none.
-FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { failing() = number; }
+// Lets the allocation of this number, counted from now, fail; 0: none.
+FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { until_failure = number; }
 #endif
 
 }  // namespace fewkeys

@@ -5,6 +5,7 @@
 namespace fewkeys {
 
 constexpr int64_t PIECE = 4096;  // keys of a partial sum; fixed, so that sums do not depend on the number of threads
+constexpr int64_t FEW = 64;      // rows that are copied at once
 
 // Squared distances of the keys in `lanes` from `middle`.
 static void measure(const float *lanes, const float *middle, int dim, float *square) {
@@ -60,42 +61,41 @@ static void nearest_of(const float *scores, const float *constant, int count, fl
 template <class T>
 class Adder {
  public:
-  static constexpr int64_t FEW = 64;
   explicit Adder(const Sums &p)
       : p(p), both(p.dim + p.value_dim), tall(round_up(p.dim)), wide(round_up(p.value_dim)), keys(FEW * tall),
         copy(FEW * wide) {}
 
   // Adds the keys first .. last - 1 to sums (C, D + Dv) and products (D, Dv), padded in both dimensions.
   void add_all(int64_t head, int64_t first, int64_t last, float *sums, float *products) {
-    const int64_t b = head / p.heads, h = head % p.heads;
+    const T *key = p.key.at<T>(head, 0), *value = p.value.at<T>(head, 0);
     for (int64_t begin = first; begin < last; begin += FEW) {
       const int64_t end = std::min(last, begin + FEW);
       for (int64_t j = begin; j < end; j++) {
         const float share = p.share[head * p.keys + j];
         if (share == 0.0f) continue;
         float *into = sums + p.label[head * p.keys + j] * both;
-        add(into, p.key.at<T>(b, h, j), share, p.dim);
-        add(into + p.dim, p.value.at<T>(b, h, j), share, p.value_dim);
+        add(into, key + j * p.key.row, share, p.dim);
+        add(into + p.dim, value + j * p.value.row, share, p.value_dim);
       }
-      if (p.middle) multiply(b, h, head, begin, end - begin, products);
+      if (p.middle) multiply(head, begin, end - begin, products);
     }
   }
 
  private:
   const Sums &p;
   const int64_t both, tall, wide;
-  aligned_vector<float> keys, copy;
+  Floats keys, copy;
 
-  void multiply(int64_t b, int64_t h, int64_t head, int64_t begin, int count, float *products) {
+  void multiply(int64_t head, int64_t begin, int count, float *products) {
     const float *middle = p.middle + head * p.dim;
-    for (int j = 0; j < count; j++) {
-      const T *key = p.key.at<T>(b, h, begin + j);
+    const T *key = p.key.at<T>(head, begin);
+    for (int j = 0; j < count; j++, key += p.key.row) {
       const float share = p.share[head * p.keys + begin + j];
       float *to = &keys[j * tall];
       for (int64_t d = 0; d < p.dim; d++) to[d] = share * (to_float(key[d]) - middle[d]);
     }
     int64_t stride = p.value.row;
-    const float *value = floats(p.value.at<T>(b, h, begin), stride, count, p.value_dim, wide, copy.data());
+    const float *value = as_floats(p.value.at<T>(head, begin), stride, count, p.value_dim, wide, copy.data());
     for (int64_t d = 0; d < tall; d += SOME)
       mix(value, stride, count, wide, &keys[d], tall, products + d * wide, wide);
   }
@@ -103,16 +103,16 @@ class Adder {
 
 template <class T>
 static void label_sums(const Sums &p, int threads) {
-  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, both = p.dim + p.value_dim;
+  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.heads, both = p.dim + p.value_dim;
   const int64_t size = p.count * both, wide = round_up(p.value_dim), square = p.middle ? round_up(p.dim) * wide : 0;
-  aligned_vector<float> parts(heads * pieces * (size + square));
+  Floats parts(heads * pieces * (size + square));
   const auto add_piece = [&](Adder<T> &adder, int64_t t) {
     const int64_t first = t % pieces * PIECE;
     float *sums = parts.data() + t * (size + square);
     adder.add_all(t / pieces, first, std::min(p.keys, first + PIECE), sums, sums + size);
   };
   in_parallel(threads, heads * pieces, [&] { return Adder<T>(p); }, add_piece);
-  in_parallel(threads, heads, [&](int64_t head) {
+  in_parallel(threads, heads, [] { return 0; }, [&](int, int64_t head) {
     for (int64_t piece = 0; piece < pieces; piece++) {
       const float *from = parts.data() + (head * pieces + piece) * (size + square);
       add(p.sums + head * size, from, 1.0f, size);

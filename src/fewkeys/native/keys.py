@@ -1,5 +1,4 @@
-"""The queries' metric on keys (`frame.h`), statistics and sums of keys in one pass each (`keys.h`) and their clusters
-(`lloyd.h`); without gradient.
+"""The queries' metric on keys (`frame.h`), sums of keys (`keys.h`) and their clusters (`lloyd.h`); without gradient.
 
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
 """
@@ -7,18 +6,17 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, struct
+from fewkeys.native.tensors import alike, sized, struct
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
-    return _sums(key, value, label, share, count, {})
+    return _sums(key, value, {"label": label, "share": share}, count)
 
 
 def sums_and_products(
@@ -26,16 +24,14 @@ def sums_and_products(
 ) -> tuple[Tensor, Tensor]:
     """`label_sums`, and in the same pass `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D)."""
     products = share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
-    return _sums(key, value, label, share, count, {"middle": middle, "products": products}), products
+    tensors = {"label": label, "share": share, "middle": middle, "products": products}
+    return _sums(key, value, tensors, count), products
 
 
-def _sums(
-    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, others: dict[str, Tensor | None]
-) -> Tensor:
+def _sums(key: Tensor, value: Tensor, tensors: dict[str, Tensor], count: int) -> Tensor:
     key, value = alike(key, value)
-    sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    held = {"label": label, "share": share, "sums": sums, **others}
-    call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
+    sums = tensors["share"].new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
+    call("fewkeys_label_sums", struct("Sums")(**sized(key, value), **tensors, sums=sums, count=count), key.dtype)
     return sums
 
 
@@ -54,9 +50,11 @@ def frame(
     output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
     indefinite = ctypes.c_int64(0)
     args = struct("Framed")(
-        **_rows(key, value),
-        **(output | {"asked": asked, "real": real}),
-        query=Rows.of(query),
+        **sized(key, value),
+        **output,
+        asked=asked,
+        real=real,
+        query=query,
         indefinite=ctypes.addressof(indefinite),
         gqa_ratio=query.shape[1] // heads,
         queries=query.shape[2],
@@ -74,40 +72,40 @@ def cluster(
     seen: dict[str, Tensor],
     *,
     count: int,
-    steps: int,
-    tilt: float,
-    lowest: float,
-    near: float,
+    **numbers: float,
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
     `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` of
-    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1).
+    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1). `numbers`: `steps`,
+    `tilt`, `lowest` and `near`.
 
     Returns:
         Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
         importance of every cluster (B, H, count).
     """
     *rows, real = sample
-    key, value, *rows = alike(key, value, *rows)
+    key, value, sample_key, sample_value = alike(key, value, *rows)
     form = seen["form"]
     distance, spread, importance = form.new_empty((3, *key.shape[:3])).unbind()
     label = torch.empty_like(distance, dtype=torch.int64)
     cluster_importance, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
-    centre = form.new_empty((*cluster_importance.shape, key.shape[3] + value.shape[3]))
-    results = {"importance": cluster_importance, "centre": centre, "constant": constant}
-    lloyd = struct("Lloyd")(
-        **_rows(*rows), **seen, **results, real=real, count=count, steps=steps, tilt=tilt, lowest=lowest
+    args = struct("Clustered")(
+        **sized(key, value),
+        **seen,
+        **numbers,
+        sample_key=sample_key,
+        sample_value=sample_value,
+        real=real,
+        sampled=sample_key.shape[2],
+        count=count,
+        cluster_importance=cluster_importance,
+        centre=form.new_empty((*constant.shape, key.shape[3] + value.shape[3])),
+        constant=constant,
+        label=label,
+        distance=distance,
+        spread=spread,
+        importance=importance,
     )
-    every = {"label": label, "distance": distance, "spread": spread, "importance": importance}
-    both = {"key": Rows.of(key), "value": Rows.of(value)}
-    args = struct("Clustered")(sample=lloyd, **both, **every, keys=key.shape[2], near=near)
     call("fewkeys_cluster", args, key.dtype)
     return label, distance, spread, importance, cluster_importance
-
-
-def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:
-    """The addresses of keys and values, and their sizes."""
-    batch, heads, keys, dim = key.shape
-    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
-    return {"key": Rows.of(key), "value": Rows.of(value), **sizes}

@@ -29,9 +29,8 @@ constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 // ROWS x 2 sums fill the registers (32 with AVX-512 and NEON, otherwise 16), except for three that hold the operands.
 // So do SOME x ABREAST sums.
 constexpr int TILE = 32, WIDE = TILE / LANES;
-// Rows of values are padded to a multiple of this; the widest vector divides it.
-constexpr int FILL = 16;
-constexpr int SOME = 4;  // rows of weighted sums that are computed at once
+constexpr int FILL = 16;  // rows of values are padded to a multiple of it; the widest vector divides it
+constexpr int SOME = 4;   // rows of weighted sums that are computed at once
 static inline int64_t round_up(int64_t count, int64_t to = FILL) { return (count + to - 1) / to * to; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -52,12 +51,13 @@ struct AlignedAllocator {
     count_bytes(count * sizeof(T));
     return (T *)Pool::take(count * sizeof(T));
   }
-  void deallocate(T *held, size_t count) { Pool::give(held, count * sizeof(T)); }
+  void deallocate(T *array, size_t count) { Pool::give(array, count * sizeof(T)); }
   bool operator==(const AlignedAllocator &) const { return true; }
   bool operator!=(const AlignedAllocator &) const { return false; }
 };
 template <class T>
 using aligned_vector = std::vector<T, AlignedAllocator<T>>;
+using Floats = aligned_vector<float>;
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
@@ -99,7 +99,7 @@ static inline ivec count_up() {
 }
 // A bit for each lane of a comparison.
 static inline uint32_t bits_of(ivec is) {
-#if defined(__AVX512DQ__)
+#if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)is);
 #elif defined(__AVX__)
   return _mm256_movemask_ps((__m256)is);

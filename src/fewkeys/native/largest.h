@@ -1,5 +1,5 @@
-// The keys with the largest scores, from scores that come block by block. Candidates are held in a list. When the list
-// is full, all but the best are dropped, and later keys must exceed the smallest score that is left.
+// The keys with the largest scores, from scores that come block by block. When the list of candidates is full, all but
+// the best are dropped, and later keys must exceed the smallest score that is left.
 #pragma once
 #include <limits>
 
@@ -26,12 +26,10 @@ static inline uint32_t bits_above(const int16_t *score, int16_t least) {
 #if defined(__SSE2__)
     const __m128i both = _mm_packs_epi16((__m128i)(x[0] > least), (__m128i)(x[1] > least));
     bits |= (uint32_t)_mm_movemask_epi8(both) << (16 * half);
-#elif defined(__aarch64__)
+#else
     const uint8x8_t bit = {1, 2, 4, 8, 16, 32, 64, 128};
     for (int part = 0; part < 2; part++)
       bits |= (uint32_t)vaddv_u8(vand_u8(vmovn_u16((uint16x8_t)(x[part] > least)), bit)) << (16 * half + 8 * part);
-#else
-    for (int i = 0; i < 16; i++) bits |= (uint32_t)(x[i / 8][i % 8] > least) << (16 * half + i);
 #endif
   }
   return bits;
@@ -149,8 +147,7 @@ class Largest {
   void cut(int64_t slack) {
     if (held <= count) return;
     std::fill_n(&score[held], CODED, INT16_MIN);  // scores are read in whole blocks
-    // Bisection for the largest bound that `count` candidates reach. It ends early at a bound that at most `slack` more
-    // do.
+    // Bisection for the largest bound that `count` candidates reach; it ends early where at most `slack` more do.
     int32_t low = least, high = INT16_MAX;
     int64_t reach = held;
     while (low < high && reach > count + slack) {

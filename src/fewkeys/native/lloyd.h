@@ -8,19 +8,41 @@ namespace fewkeys {
 template <class T>
 class Clustering {
  public:
-  explicit Clustering(const Lloyd &p)
-      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)), keys(round_up(p.keys, TILE)),
-        scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span), lanes(keys * both),
-        centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count), importance(keys),
-        weight(p.keys), order(p.keys) {}
+  explicit Clustering(const Clustered &p)
+      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)),
+        keys(round_up(p.sampled, TILE)), scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span),
+        lanes(keys * both), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
+        importance(keys), weight(p.sampled), order(p.sampled) {}
 
-  void cluster(int64_t head) {
-    real = p.real ? p.real + head / p.heads * p.keys : nullptr;
-    for (int64_t first = 0; first < p.keys; first += TILE) look(head, first);
+  // Finds the centres of a head.
+  void seek(int64_t head) {
+    real = real_keys(p.real, p.sample_key, head, p.sampled);
+    for (int64_t first = 0; first < p.sampled; first += TILE) look(head, first);
     weigh();
-    seed(p.importance + head * p.count);
-    for (int64_t step = 0; step < p.steps; step++) move(p.importance + head * p.count);
+    seed(p.cluster_importance + head * p.count);
+    for (int64_t step = 0; step < p.steps; step++) move(p.cluster_importance + head * p.count);
     for (int64_t c = 0; c < p.count; c++) write(head, c);
+  }
+
+  // Computes cluster, distance, spread and importance of a tile of all keys of a head.
+  void survey(int64_t head, int64_t first) {
+    const int64_t at = head * p.keys + first;
+    const int count = std::min<int64_t>(TILE, p.keys - first);
+    float spread[TILE], nearest[TILE], square[TILE], *values = &lanes[dim * TILE];
+    int32_t label[TILE];
+    to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
+    to_lanes(p.value.at<T>(head, first), p.value.row, count, p.value_dim, 1.0f, values);
+    see(form(head), shift(head), dim, lanes.data(), scores.data(), spread, importance.data());
+    dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
+    nearest_of(scores.data(), p.constant + head * p.count, p.count, nearest, label);
+    measure(values, p.middle + head * p.value_dim, p.value_dim, square);
+    std::copy_n(spread, count, p.spread + at);
+    std::copy_n(importance.data(), count, p.importance + at);
+    std::copy_n(label, count, p.label + at);
+    for (int i = 0; i < count; i++) {
+      const float energy = spread[i] + square[i] * (p.unit[head] * p.unit[head]);
+      p.distance[at + i] = std::max(energy - 2.0f * nearest[i], p.near * energy);
+    }
   }
 
  private:
@@ -28,26 +50,28 @@ class Clustering {
     float importance;
     int place;
   };
-  const Lloyd &p;
+  const Clustered &p;
   const int dim, both, span;
   const int64_t keys;
   const uint8_t *real = nullptr;
   // rows and lanes: the features of the keys, in rows and in lanes, tile after tile.
-  aligned_vector<float> scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  Floats scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
   aligned_vector<Ranked> order;
 
-  // Computes the features and the importance of a tile of keys.
+  const float *form(int64_t head) const { return p.form + head * (dim + 1) * dim; }
+  const float *shift(int64_t head) const { return p.shift + head * (dim + 1); }
+
+  // Computes the features and the importance of a tile of sampled keys.
   void look(int64_t head, int64_t first) {
-    const int64_t b = head / p.heads, h = head % p.heads;
-    const int count = std::min<int64_t>(TILE, p.keys - first);
-    const float *shift = p.shift + head * (dim + 1), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
+    const int count = std::min<int64_t>(TILE, p.sampled - first);
+    const float *origin = shift(head), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
     float *features = &lanes[first * both], spread[TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, features);
-    see(p.form + head * (dim + 1) * dim, shift, dim, features, scores.data(), spread, &importance[first]);
+    to_lanes(p.sample_key.at<T>(head, first), p.sample_key.row, count, dim, 1.0f, features);
+    see(form(head), origin, dim, features, scores.data(), spread, &importance[first]);
     for (int d = 0; d < dim; d++)
-      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - shift[d]);
+      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - origin[d]);
     features += dim * TILE;
-    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, features);
+    to_lanes(p.sample_value.at<T>(head, first), p.sample_value.row, count, p.value_dim, 1.0f, features);
     for (int d = 0; d < p.value_dim; d++)
       for (int v = 0; v < TILE; v += LANES) {
         float *to = features + d * TILE + v;
@@ -60,15 +84,15 @@ class Clustering {
 
   void weigh() {
     float top = -INFINITY;
-    for (int64_t j = 0; j < p.keys; j++)
+    for (int64_t j = 0; j < p.sampled; j++)
       if (!real || real[j]) top = std::max(top, importance[j]);
-    for (int64_t j = 0; j < p.keys; j++)
+    for (int64_t j = 0; j < p.sampled; j++)
       weight[j] = real && !real[j] ? 0.0f : std::exp(std::max(p.tilt * (importance[j] - top), p.lowest));
   }
 
   // The first centres: a quarter are the most important keys, the others are keys at equal steps of rank.
   void seed(float *mean_importance) {
-    for (int j = 0; j < p.keys; j++) order[j] = {importance[j], j};
+    for (int j = 0; j < p.sampled; j++) order[j] = {importance[j], j};
     const auto heavier = [](const Ranked &a, const Ranked &b) { return a.importance > b.importance; };
     const auto counts = [&](const Ranked &key) { return !real || real[key.place]; };
     const auto end = std::stable_partition(order.begin(), order.end(), counts);
@@ -90,8 +114,8 @@ class Clustering {
     for (auto *x : {&sums, &mass, &along}) std::fill(x->begin(), x->end(), 0.0f);
     float closeness[TILE];
     int32_t label[TILE];
-    for (int64_t first = 0; first < p.keys; first += TILE) {
-      const int count = std::min<int64_t>(TILE, p.keys - first);
+    for (int64_t first = 0; first < p.sampled; first += TILE) {
+      const int count = std::min<int64_t>(TILE, p.sampled - first);
       dots(centre.data(), span, p.count, both, &lanes[first * both], scores.data());
       nearest_of(scores.data(), half.data(), p.count, closeness, label);
       for (int i = 0; i < count; i++) {
@@ -111,64 +135,21 @@ class Clustering {
   // Writes `x . c - |c|^2 / 2` of features x as a linear function of keys and values.
   void write(int64_t head, int64_t c) {
     const float *centroid = &centre[c * span];
-    const float *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
     float *to = p.centre + (head * p.count + c) * both;
     std::fill_n(to, dim, 0.0f);
-    for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, centroid[d], dim - d);
+    for (int d = 0; d < dim; d++) add(to + d, form(head) + d * dim + d, centroid[d], dim - d);
     for (int d = dim; d < both; d++) to[d] = p.unit[head] * centroid[d];
-    p.constant[head * p.count + c] = -0.5f * product(centroid, centroid, both) - product(centroid, shift, dim) -
+    p.constant[head * p.count + c] = -0.5f * product(centroid, centroid, both) - product(centroid, shift(head), dim) -
                                      product(to + dim, p.middle + head * p.value_dim, p.value_dim);
   }
 };
 
-// Computes cluster, distance, spread and importance of all keys, a tile at a time.
-template <class T>
-class Surveyor {
- public:
-  explicit Surveyor(const Clustered &p)
-      : p(p), of(p.sample), both(of.dim + of.value_dim), lanes(both * TILE),
-        scores(std::max(of.dim + 1, of.count) * TILE) {}
-
-  void look(int64_t head, int64_t first) {
-    const int64_t b = head / of.heads, h = head % of.heads, at = head * p.keys + first, dim = of.dim;
-    const int count = std::min<int64_t>(TILE, p.keys - first);
-    float spread[TILE], importance[TILE], nearest[TILE], square[TILE];
-    int32_t label[TILE];
-    float *values = &lanes[dim * TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, lanes.data());
-    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, of.value_dim, 1.0f, values);
-    see(of.form + head * (dim + 1) * dim, of.shift + head * (dim + 1), dim, lanes.data(), scores.data(), spread,
-        importance);
-    dots(of.centre + head * of.count * both, both, of.count, both, lanes.data(), scores.data());
-    nearest_of(scores.data(), of.constant + head * of.count, of.count, nearest, label);
-    measure(values, of.middle + head * of.value_dim, of.value_dim, square);
-    std::copy(spread, spread + count, p.spread + at);
-    std::copy(importance, importance + count, p.importance + at);
-    std::copy(label, label + count, p.label + at);
-    for (int i = 0; i < count; i++) {
-      const float energy = spread[i] + square[i] * (of.unit[head] * of.unit[head]);
-      p.distance[at + i] = std::max(energy - 2.0f * nearest[i], p.near * energy);
-    }
-  }
-
- private:
-  const Clustered &p;
-  const Lloyd &of;
-  const int64_t both;
-  aligned_vector<float> lanes, scores;
-};
-
 template <class T>
 static void cluster(const Clustered &p, int threads) {
-  struct Worker {
-    Clustering<T> centres;
-    Surveyor<T> keys;
-  };
-  const auto seek = [](Worker &worker, int64_t head, int64_t) { worker.centres.cluster(head); };
-  const auto look = [](Worker &worker, int64_t head, int64_t tile) { worker.keys.look(head, tile * TILE); };
-  const auto make = [&] { return Worker{Clustering<T>(p.sample), Surveyor<T>(p)}; };
-  in_phases(threads, p.sample.batch * p.sample.heads, p.keys <= PIECE, make, Phase{1, seek},
-            Phase{(p.keys + TILE - 1) / TILE, look});
+  const auto seek = [](Clustering<T> &clustering, int64_t head, int64_t) { clustering.seek(head); };
+  const auto survey = [](Clustering<T> &clustering, int64_t head, int64_t tile) { clustering.survey(head, tile * TILE); };
+  in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Clustering<T>(p); }, Phase{1, seek},
+            Phase{(p.keys + TILE - 1) / TILE, survey});
 }
 
 }  // namespace fewkeys

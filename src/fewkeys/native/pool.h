@@ -1,4 +1,4 @@
-// Keeps the buffers of finished kernels for later kernels. The system clears every page of new memory, which takes a
+// Keeps the buffers of finished kernels for later ones. The system clears every page of new memory, which takes a
 // microsecond or more, and a call may need hundreds of pages.
 #pragma once
 #include <atomic>

@@ -1,5 +1,5 @@
-// The arguments of the kernels: the structs that Python passes by ctypes. Python parses them from this file
-// (`tensors.struct`); a test compares the sizes.
+// The arguments of the kernels. Python parses these structs from this file (`tensors.struct`). `heads`: of all sequences;
+// of attention those of the queries, else those of the keys. `real` (B, Nk) is zero for padding; null: no padding.
 #pragma once
 #include <cstdint>
 
@@ -7,34 +7,41 @@
 
 namespace fewkeys {
 
-// (B, H, N, dim) in any layout whose last dimension is dense; strides are counted in elements
+// A tensor (B, H, N, ...) in any layout whose last dimensions are dense. Heads are numbered through all sequences.
 struct Rows {
   const void *data;
-  int64_t batch, head, row;
+  int64_t batch, head, row;  // strides, in elements
+  int64_t heads;             // H
   template <class T>
-  const T *at(int64_t b, int64_t h, int64_t n) const {
-    return (const T *)data + b * batch + h * head + n * row;
+  const T *at(int64_t of_head, int64_t n) const {
+    return (const T *)data + of_head / heads * batch + of_head % heads * head + n * row;
   }
 };
 
-// Attention to a shared list of keys, a window of near keys and stand-ins (`fewkeys.rest.base.StandIns`).
+// Which keys of a head of `rows` are real, from the flags (B, Nk) of a kernel's arguments; null if all keys are.
+static inline const uint8_t *real_keys(const uint8_t *real, const Rows &rows, int64_t head, int64_t keys) {
+  return real ? real + head / rows.heads * keys : nullptr;
+}
+
+// Attention to a shared list of keys, a window of near keys and stand-ins (`fewkeys.rest.base.StandIns`). With cohorts,
+// every cohort counts as a head with its list and stand-ins; `cohorts` of them share a key head with its labels and
+// hidden keys.
 struct Near {
   Rows query, key, value, out;
-  const int64_t *place;                    // (B Hkv, entries): positions of the list's keys
-  const uint8_t *used;                     // (B Hkv, entries): zero for unused entries
-  const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
-  const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
-  const float *bias, *total, *factor;      // (B Hkv, means)
-  const float *bounds;                     // (B Hkv, 2, rank): middle and reach of the queries' coordinates
-  const int64_t *label;                    // (B Hkv, Nk)
-  const float *share;                      // (B Hkv, Nk); null for cohorts
-  const uint8_t *hidden;                   // (B Hkv, Nk): keys that the window skips; or null
-  const float *size;                       // (B Hkv, means): number of keys of a cohort's stand-in; or null
-  // With cohorts, every cohort counts as a head with its list and stand-ins, and `cohorts` of them share a key head
-  // with its labels and hidden keys. order (B heads, Nq): the queries of a cohort, numbered through the `asking` query
-  // heads of the key head with `asked` queries each, or -1. Null without cohorts.
+  const int64_t *place;  // (B Hkv, entries): positions of the list's keys
+  const uint8_t *used;   // (B Hkv, entries): zero for unused entries
+  const float *mean_key, *mean_value;       // (B Hkv, means, D or Dv)
+  const float *left_factor, *right_factor;  // (B Hkv, D, rank), (B Hkv, rank, Dv)
+  const float *bias, *total, *factor;       // (B Hkv, means)
+  const float *bounds;    // (B Hkv, 2, rank): middle and reach of the queries' coordinates
+  const int64_t *label;   // (B Hkv, Nk)
+  const float *share;     // (B Hkv, Nk); null for cohorts
+  const uint8_t *hidden;  // (B Hkv, Nk): keys that the window skips; or null
+  const float *size;      // (B Hkv, means): the number of keys of a cohort's stand-in; or null
+  // (B heads, Nq): the queries of a cohort, numbered through the `asking` query heads of the key head with `asked`
+  // queries each, or -1. Null without cohorts.
   const int64_t *order;
-  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
+  int64_t heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
   int64_t cohorts, asking, asked;
   float scale;
 };
@@ -46,63 +53,55 @@ struct Sums {
   float *sums;           // (B Hkv, C, D + Dv)
   const float *middle;   // (B Hkv, D); null: no products are needed
   float *products;       // (B Hkv, D, Dv): the sum of share_j (k_j - middle) v_j^T
-  int64_t batch, heads, keys, dim, value_dim, count;
+  int64_t heads, keys, dim, value_dim, count;
 };
 
 // The largest magnitudes (`fewkeys.core.validation.largest_entries`), and copies with the rows of a head side by side.
 struct Extents {
   Rows query, key, value;
-  void *query_copy, *key_copy, *value_copy;  // contiguous (B, H, N, dim), of the same dtype; null: no copy
+  void *query_copy, *key_copy, *value_copy;  // contiguous, of the same dtype; null: no copy
   float *largest;                            // (3): of queries, keys and values
-  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
+  int64_t heads, queries, keys, dim, value_dim;
 };
 
 // Moments of queries, keys and values, and the metric that they give (`fewkeys.sketch.clusters.Frame`).
 struct Framed {
-  Rows query, key, value;          // (B, Hq, M, D): a sample; padding of keys and values is zero
-  const float *asked, *real;       // (B): numbers of queries and of keys of a head, without padding
-  float *mean_query, *second;      // (B Hkv, D), (B Hkv, D, D)
-  float *mean, *value_mean, *unit; // (B Hkv, D), (B Hkv, Dv), (B Hkv)
-  float *root, *form, *shift;      // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
-  int64_t *indefinite;             // set to one if a matrix has no Cholesky factor
-  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
+  Rows query, key, value;         // (B, Hq, M, D): a sample; padding of keys and values is zero
+  const float *asked, *real;      // (B): numbers of queries and of keys of a head, without padding
+  float *mean_query, *second;     // (B Hkv, D), (B Hkv, D, D)
+  float *mean, *value_mean;       // (B Hkv, D), (B Hkv, Dv)
+  float *unit;                    // (B Hkv)
+  float *root, *form, *shift;     // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
+  int64_t *indefinite;            // set to one if a matrix has no Cholesky factor
+  int64_t heads, gqa_ratio, queries, keys, dim, value_dim;
   float scale, ridge;
 };
 
-// k-means on a sample of the keys (`fewkeys.sketch.clusters`).
-struct Lloyd {
-  Rows key, value;             // (B, Hkv, M, D or Dv)
-  const uint8_t *real;         // (B, M): zero for padding; null: no padding
-  // form: the rows of L^T, which is upper triangular, and the mean query. shift: the products of these with the mean
-  // key.
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
-  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
-  float *importance;           // (B Hkv, C)
-  float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C)
-  int64_t batch, heads, keys, dim, value_dim, count, steps;
-  float tilt, lowest;
-};
-
-// The cluster of every key, for centres from a sample.
+// k-means on a sample of the keys, and the cluster of every key (`fewkeys.sketch.clusters`). `real`: of the sample.
 struct Clustered {
-  Lloyd sample;
-  Rows key, value;
+  Rows key, value, sample_key, sample_value;
+  const uint8_t *real;
+  const float *form, *shift;              // as in `Framed`
+  const float *middle, *unit;             // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
+  float *cluster_importance;              // (B Hkv, C)
+  float *centre, *constant;               // (B Hkv, C, D + Dv), (B Hkv, C)
   int64_t *label;                         // (B Hkv, Nk): the first cluster with the largest x . centre + constant
   float *distance, *spread, *importance;  // (B Hkv, Nk)
-  int64_t keys;
+  int64_t heads, keys, sampled, dim, value_dim, count, steps;
+  float tilt, lowest;
   float near;  // the least squared distance from a centre, relative to that from the mean
 };
 
-// Splits sets of rows into equal parts (`fewkeys.sketch.cohorts.split`).
+// Splits sets of rows into equal parts (`fewkeys.sketch.halves.split`).
 struct Halves {
-  const float *rows;    // (sets, rows_each, dim)
-  Rows key;             // float (B, Hkv, keys, dim), sets = B Hkv: their covariance is the metric
-  const uint8_t *real;  // (B, keys): zero for padding; null: no padding
-  int64_t *place;       // (sets, rows_each padded to a multiple of count): -1 for none
-  float *mean;          // (sets, count, dim)
-  float *within;        // (sets, dim, dim)
-  int64_t sets, heads, rows_each, keys, dim, count, step, sample, power, refine;
-  float scale;          // of rows, in `mean` and `within`
+  const float *rows;    // (B H, rows_each, dim)
+  Rows key;             // float: their covariance is the metric
+  const uint8_t *real;
+  int64_t *place;       // (B H, rows_each padded to a multiple of count): -1 for none
+  float *mean;          // (B H, count, dim)
+  float *within;        // (B H, dim, dim)
+  int64_t heads, rows_each, keys, dim, count, step, sample, power, refine;
+  float scale;  // of rows, in `mean` and `within`
 };
 
 // The best keys of every cohort (`fewkeys.select.outliers`).
@@ -111,76 +110,73 @@ struct Best {
   const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D)
   const float *middle;         // (B Hkv, D): the mean key
   const float *distance;       // (B Hkv, Nk): squared distance of a key from its centre
-  const uint8_t *real;         // (B, Nk): zero for padding; null: no padding
+  const uint8_t *real;
   float *half_variance;        // (B Hkv, Nk): k^T W k / 2
   int64_t *index;              // (B Hkv, H, S)
   uint8_t *used;               // (B Hkv, H, S)
-  int64_t batch, heads, keys, dim, cohorts, count;
-  float near, power;           // the least distance, relative to the largest; the power of distances
+  int64_t heads, keys, dim, cohorts, count;
+  float near, power;  // the least distance, relative to the largest; the power of distances
 };
 
 // Sums over clusters, weighted for each cohort (`fewkeys.sketch.tilted.Tilted`).
 struct Tilts {
   Rows key, value;
-  const uint8_t *real;         // (B, Nk): zero for padding; null: no padding
+  const uint8_t *real;
   const int64_t *label;        // (B Hkv, Nk)
   const float *half_variance;  // (B Hkv, Nk): k^T W k / 2
-  const float *middle;   // (B Hkv, D): the mean key
-  const float *mean;     // (B Hkv, H, D)
-  const int64_t *filled;  // (B Hkv): the first so many cohorts have queries; the sums of the others are zero
-  const int64_t *index;  // (B Hkv, H, S): the list of a cohort
-  const uint8_t *used;   // (B Hkv, H, S)
-  float *level;          // (B Hkv, H, C): g_hc
-  float *mass, *energy;  // (B Hkv, H, C)
-  float *size;           // (B Hkv, H, C): number of keys of a cluster that are not in the list
-  float *key_sum;        // (B Hkv, H, C, D): of centred keys
-  float *value_sum;      // (B Hkv, H, C, Dv)
-  float *together;       // (B Hkv, D, Dv): the sum of e (k - middle) v^T over keys and cohorts; or null
-  int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
+  const float *middle;         // (B Hkv, D): the mean key
+  const float *mean;           // (B Hkv, H, D)
+  const int64_t *filled;       // (B Hkv): the first so many cohorts have queries; the sums of the others are zero
+  const int64_t *index;        // (B Hkv, H, S): the list of a cohort
+  const uint8_t *used;         // (B Hkv, H, S)
+  float *level;                // (B Hkv, H, C): g_hc
+  float *mass, *energy;        // (B Hkv, H, C)
+  float *size;                 // (B Hkv, H, C): number of keys of a cluster that are not in the list
+  float *key_sum, *value_sum;  // (B Hkv, H, C, D or Dv): of centred keys and of values
+  float *together;             // (B Hkv, D, Dv): the sum of e (k - middle) v^T over keys and cohorts; or null
+  int64_t heads, keys, dim, value_dim, cohorts, count, kept;
   float tilt, largest;
 };
 
 // Gradients of `Tilts`.
 struct TiltsBack {
-  Tilts of;                                     // the sums of `of` are not read, but its `level` is
+  Tilts of;                                     // of its sums only `level` is read
   const float *key_sum, *value_sum, *together;  // gradients of the sums of the same names
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): gradients; padding is not written
+  float *key, *value;                           // (B, Hkv, Nk, D or Dv): gradients; padding is not written
 };
 
 // The stand-ins of cohorts, from the sums of `Tilts`, which are overwritten (`fewkeys.rest.cohort_means`).
 struct CohortStandIns {
-  const float *mass, *energy, *level;         // as in `Tilts`
-  const float *together;                      // (B Hkv, D, Dv): as in `Tilts`
-  const float *mean, *within;                 // (B Hkv, H, D), (B Hkv, D, D)
-  const float *middle, *unit;                 // (B Hkv, D), (B Hkv)
-  float *key, *value;                         // (B Hkv, H, C, D), (B Hkv, H, C, Dv): sums become means in place
-  float *bias, *factor;                       // (B Hkv, H, C), (B Hkv, H, C)
-  float *left, *right, *bounds;               // (B Hkv, H, D, r), (B Hkv, H, r, Dv), (B Hkv, H, 2, r)
+  const float *mass, *energy, *level, *together;  // as in `Tilts`
+  const float *mean, *within;                     // (B Hkv, H, D), (B Hkv, D, D)
+  const float *middle, *unit;                     // (B Hkv, D), (B Hkv)
+  float *key, *value;                             // (B Hkv, H, C, D or Dv): sums become means in place
+  float *bias, *factor;                           // (B Hkv, H, C)
+  float *left, *right, *bounds;                   // (B Hkv, H, D, r), (B Hkv, H, r, Dv), (B Hkv, H, 2, r)
   int64_t heads, cohorts, count, dim, value_dim, rank, steps;
   float tilt, largest_tilt, largest_spread, reach, least;
 };
 
 // The codes of keys (`fewkeys.sketch.codes.encode`).
 struct Coding {
-  Rows key;             // (B, Hkv, N, D)
+  Rows key;
   const float *sign;    // (wide,)
   const float *middle;  // (B Hkv, D)
   const float *spread;  // (B Hkv,)
   uint8_t *packed;      // (B Hkv, blocks, wide / 2, 16)
   int16_t *sigma;       // (B Hkv, 32 blocks)
-  int64_t batch, heads, keys, dim, wide, blocks;
+  int64_t heads, keys, dim, wide, blocks;
 };
 
 // The best keys of every query by codes (`fewkeys.sketch.codes.best`).
 struct Scan {
-  const uint8_t *packed;  // (B Hkv, room, wide / 2, 16): blocks of 32 keys
-  const int16_t *sigma;   // (B Hkv, 32 room)
-  Rows query;             // (B, Hq, Nq, D)
-  const float *sign;      // (wide,): includes the sign of the scale
-  const int64_t *seen;    // (Nq,): each query chooses among the first `seen` keys; ascending
-  const uint8_t *real;    // (B, Nk): zero for padding; null: no padding
-  int32_t *index;         // (B, Hq, Nq, count): ascending, then -1
-  int64_t batch, heads, gqa_ratio, queries, keys, room, dim, wide, count;
+  Rows packed, sigma;   // uint8 (B, Hkv, blocks, wide / 2, 16), int16 (B, Hkv, 32 blocks): blocks of 32 keys
+  Rows query;
+  const float *sign;    // (wide,): includes the sign of the scale
+  const int64_t *seen;  // (Nq,): each query chooses among the first `seen` keys; ascending
+  const uint8_t *real;
+  int32_t *index;       // (B, Hq, Nq, count): ascending, then -1
+  int64_t heads, gqa_ratio, queries, keys, dim, wide, count;
 };
 
 // Attention to the keys that each query chooses, its unfinished block, and means (`fewkeys.select.key_scan`).

@@ -85,13 +85,10 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
     for (int i = 0; i < count; i++) into[d] += to_float(row[i][d]) * weight[i];
 }
 
-// Prefetches memory into the first-level cache (3) or the second-level cache (2).
-template <int cache = 3>
+// Prefetches memory, to read or to write, into the first-level cache (3) or the second-level cache (2).
+template <int cache = 3, bool to_write = false>
 static inline void prefetch(const void *from, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, cache);
-}
-static inline void prefetch_to_write(void *to, int64_t bytes) {
-  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((char *)to + b, 1);
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, to_write, cache);
 }
 
 }  // namespace fewkeys

@@ -2,10 +2,10 @@
 // to means of all other keys.
 //
 // The chosen keys lie anywhere in memory, so several tiles of queries are processed together. First all their queries
-// choose keys. Then the keys are visited CHUNK by CHUNK, and every query attends to its chosen keys in the chunk while
-// a cache near the core holds it. Chunks begin at fixed positions, so that an output does not depend on which queries
-// are processed together. In this step the dimensions are in the lanes, four rows at a time. The queries of a tile
-// share the unfinished block and the means, so these are the columns of a tile, with the queries in the lanes.
+// choose keys. Then the keys are visited CHUNK by CHUNK, and every query attends to its chosen keys in the chunk while a
+// cache near the core holds it, with the dimensions in the lanes. Chunks begin at fixed positions, so that an output does
+// not depend on which queries are processed together. The queries of a tile share the unfinished block and the means, so
+// these are the columns of a tile, with the queries in the lanes.
 #pragma once
 #include "code_scan.h"
 #include "rows.h"
@@ -22,56 +22,49 @@ class ScanAttention {
         lanes(dim * TILE) {}
 
   // Computes the outputs of tiles. `ready`: the best keys of every query, where they were chosen before.
-  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles, Largest *ready = nullptr) {
+  void attend(int64_t head, const Asking *tile, int tiles, Largest *ready = nullptr) {
     const int64_t rows = tiles * TILE, seen = tile[tiles - 1].seen;
     asked.resize(rows * dim), place.resize(rows * p.of.count);
     kept.assign(rows, 0), next.assign(rows, 0);
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
     for (int t = 0; t < tiles; t++) {
-      if (!ready) scanner.choose(batch, head, tile[t], best);
-      note(batch, head, tile[t], t * TILE, ready ? ready : best);
+      if (!ready) scanner.choose(head, tile[t], best);
+      note(head, tile[t], t * TILE, ready ? ready : best);
     }
-    const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
+    past_key = p.key.at<R>(head, 0), past_value = p.value.at<R>(head, 0);
+    past_scale = SCALED ? p.scales.at<float>(head, 0) : nullptr;
     // A few queries share no keys, so one chunk holds all keys. This depends on the number of queries in the call
     // alone, not on the batch or the threads: sums then have the same order everywhere.
     const int64_t chunk = alone ? std::max<int64_t>(1, seen) : CHUNK;
     for (int64_t stop = chunk; stop < seen + chunk; stop += chunk)
-      for (int64_t q = 0; q < rows; q++) take(q, of, stop);
-    for (int t = 0; t < tiles; t++) finish(batch, head, tile[t], t * TILE);
+      for (int64_t q = 0; q < rows; q++) take(q, stop);
+    for (int t = 0; t < tiles; t++) finish(head, tile[t], t * TILE);
   }
 
  private:
   static constexpr int CHUNK = 2048, AHEAD = 3072;  // keys of a chunk; bytes of keys that are prefetched
-  struct Held {
-    const R *key, *value;
-    const float *scale;
-  };
+  // Whether keys and values are int8 with a scale for each row.
+  static constexpr bool SCALED = std::is_same_v<R, int8_t>;
 
   const ScanAttend &p;
   const bool alone;  // the call has few queries
   const int64_t dim, wide;
   Scanner<T> scanner;
   Largest best[TILE];
+  const R *past_key, *past_value;  // of the head
+  const float *past_scale;
   int near = 0;
-  aligned_vector<float> lanes, key, value, score, logit, size;
+  Floats lanes, key, value, score, logit, size;
   aligned_vector<const R *> row;
-  // For each query: its scaled row (asked), its chosen keys (place), their number (kept), and how many of them have
-  // been attended to (next); the weighted sum of values (mixed), the sum of weights, and the score whose weight is 1
-  // (top).
-  aligned_vector<float> asked, mixed, sum, top;
+  // For each query: its scaled row (asked), its chosen keys (place), their number (kept), and how many of them it has
+  // attended to (next); the weighted sum of values (mixed), the sum of weights, and the score whose weight is 1 (top).
+  Floats asked, mixed, sum, top;
   aligned_vector<int32_t> place, kept, next;
 
-  // Whether keys and values are int8 with a scale for each row.
-  static constexpr bool SCALED = std::is_same_v<R, int8_t>;
-
-  const T *query(int64_t batch, int64_t head, const Asking &tile, int i) const {
-    return p.of.query.at<T>(batch, head * p.of.gqa_ratio + tile.head(i), tile.query(i));
-  }
-
   // Stores the queries of a tile and the keys that they chose, at q and after.
-  void note(int64_t batch, int64_t head, const Asking &tile, int64_t q, Largest *best) {
+  void note(int64_t head, const Asking &tile, int64_t q, Largest *best) {
     for (int i = 0; i < tile.rows; i++, q++) {
-      const T *from = query(batch, head, tile, i);
+      const T *from = tile.row<T>(p.of, head, i);
       for (int64_t d = 0; d < dim; d++) asked[q * dim + d] = to_float(from[d]) * p.scale;
       kept[q] = best[i].finish();
       std::copy_n(best[i].places(), kept[q], &place[q * p.of.count]);
@@ -79,7 +72,7 @@ class ScanAttention {
   }
 
   // Attends to the chosen keys of query q that lie before `stop` and were not attended to yet.
-  void take(int64_t q, const Held &of, int64_t stop) {
+  void take(int64_t q, int64_t stop) {
     const int32_t *at = &place[q * p.of.count + next[q]], left = kept[q] - next[q];
     int64_t count = 0;
     while (count < left && at[count] < stop) count++;
@@ -87,14 +80,14 @@ class ScanAttention {
     next[q] += count;
     const int64_t whole = round_up(count, LANES);
     if ((int64_t)logit.size() < whole + LANES) logit.resize(whole + LANES), row.resize(whole + LANES);
-    for (int64_t c = 0; c < count; c++) row[c] = of.key + at[c] * p.key.row;
+    for (int64_t c = 0; c < count; c++) row[c] = past_key + at[c] * p.key.row;
     for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
     // The rows of a few queries come from main memory. They are prefetched, as many as a core can have under way: first
     // keys, then their values.
     const auto fetch = [&](int64_t first, int64_t last) {
       for (int64_t c = first; alone && c < std::min(last, count); c++) {
         prefetch(row[c], dim * sizeof(R));
-        if (SCALED) prefetch(of.scale + at[c] * p.scales.row, 2 * sizeof(float));
+        if (SCALED) prefetch(past_scale + at[c] * p.scales.row, 2 * sizeof(float));
       }
     };
     const int64_t ahead = std::max<int64_t>(FOUR, AHEAD / (dim * sizeof(R)));
@@ -102,10 +95,10 @@ class ScanAttention {
     for (int64_t c = 0; c < count; c += FOUR) {
       fetch(c + ahead, c + ahead + FOUR);
       for (int64_t v = c; alone && v < std::min<int64_t>(c + FOUR, count); v++)
-        prefetch<2>(of.value + at[v] * p.value.row, p.value_dim * sizeof(R));
+        prefetch<2>(past_value + at[v] * p.value.row, p.value_dim * sizeof(R));
       four_dots(&row[c], &asked[q * dim], dim, &logit[c]);
     }
-    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row];
+    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= past_scale[at[c] * p.scales.row];
     std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
     vec largest = broadcast(top[q]);
     for (int64_t v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
@@ -118,8 +111,8 @@ class ScanAttention {
       mass += x;
     }
     sum[q] += sum_of_lanes(mass);
-    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row + 1];
-    for (int64_t c = 0; c < count; c++) row[c] = of.value + at[c] * p.value.row;
+    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= past_scale[at[c] * p.scales.row + 1];
+    for (int64_t c = 0; c < count; c++) row[c] = past_value + at[c] * p.value.row;
     for (int64_t c = 0; c < count; c += 2 * FOUR)
       mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[q * wide]);
   }
@@ -133,23 +126,23 @@ class ScanAttention {
   }
 
   // Adds the unfinished block and the means to what was attended to, and writes the outputs of a tile.
-  void finish(int64_t batch, int64_t head, const Asking &one, int64_t q) {
+  void finish(int64_t head, const Asking &asking, int64_t q) {
     const Scan &scan = p.of;
-    const int rows = one.rows;
+    const int rows = asking.rows;
     const T *at[TILE];
-    for (int i = 0; i < rows; i++) at[i] = query(batch, head, one, i);
+    for (int i = 0; i < rows; i++) at[i] = asking.row<T>(scan, head, i);
     to_lanes(at, rows, dim, p.scale, lanes.data());
-    collect(batch, head, one.seen, p.causal ? std::min(scan.keys, one.stop + p.offset) : one.seen);
-    const int64_t step = p.steps > 1 ? (one.start + p.offset) / CODED - p.offset / CODED : 0;
+    collect(head, asking.seen, p.causal ? std::min(scan.keys, asking.stop + p.offset) : asking.seen);
+    const int64_t step = p.steps > 1 ? (asking.start + p.offset) / CODED - p.offset / CODED : 0;
     const int64_t *edges = p.edges + step * (p.means + 1);
-    collect_means(batch, head, edges);
+    collect_means(head, edges);
     score.resize((near + p.means) * TILE);
     dots(key.data(), dim, near + p.means, dim, lanes.data(), score.data(), rows <= TILE / 2 ? TILE / 2 : TILE);
 
     Tile tile(1.0f);
     int64_t last[TILE];
-    for (int i = 0; i < TILE; i++) last[i] = i < rows ? one.query(i) + p.offset : -1;
-    hide(tile, batch, last, one.seen);
+    for (int i = 0; i < TILE; i++) last[i] = i < rows ? asking.query(i) + p.offset : -1;
+    hide(tile, head, last, asking.seen);
     for (int i = 0; i < rows; i++) {
       float highest = tile.top[i / LANES][i % LANES];
       weigh_means(i, &place[(q + i) * scan.count], kept[q + i], edges, highest);
@@ -160,35 +153,33 @@ class ScanAttention {
     tile.weigh(score.data(), near + p.means);
     for (int i = 0; near + p.means && i < rows; i += SOME)
       mix(value.data(), wide, near + p.means, wide, &score[i], TILE, &mixed[(q + i) * wide], wide);
-    for (int i = 0; i < rows; i++) {
-      const float mass = tile.sum[i / LANES][i % LANES], inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
-      T *to = (T *)p.out.at<T>(batch, head * scan.gqa_ratio + one.head(i), one.query(i));
-      for (int64_t d = 0; d < p.value_dim; d++) round_to(mixed[(q + i) * wide + d] * inverse, to[d]);
-    }
+    tile.write(&mixed[q * wide], wide, rows, p.value_dim, [&](int i) {
+      return (T *)p.out.at<T>(head * scan.gqa_ratio + asking.head(i), asking.query(i));
+    });
   }
 
   // Copies the keys first .. stop - 1 and their values, as float.
-  void collect(int64_t batch, int64_t head, int64_t first, int64_t stop) {
+  void collect(int64_t head, int64_t first, int64_t stop) {
     near = std::max<int64_t>(0, stop - first);
     key.resize((near + p.means) * dim), value.resize((near + p.means) * wide);
     if (!near) return;
-    copy_rows(p.key.at<R>(batch, head, first), p.key.row, near, dim, dim, key.data());
-    copy_rows(p.value.at<R>(batch, head, first), p.value.row, near, p.value_dim, wide, value.data());
+    copy_rows(p.key.at<R>(head, first), p.key.row, near, dim, dim, key.data());
+    copy_rows(p.value.at<R>(head, first), p.value.row, near, p.value_dim, wide, value.data());
     for (int j = 0; SCALED && j < near; j++) {
-      const float *scale = p.scales.at<float>(batch, head, first + j);
+      const float *scale = p.scales.at<float>(head, first + j);
       for (int64_t d = 0; d < dim; d++) key[j * dim + d] *= scale[0];
       for (int64_t d = 0; d < p.value_dim; d++) value[j * wide + d] *= scale[1];
     }
   }
 
   // Appends the mean key and value of every range, and stores the number of its keys.
-  void collect_means(int64_t batch, int64_t head, const int64_t *edges) {
+  void collect_means(int64_t head, const int64_t *edges) {
     size.resize(p.means);
     std::fill(value.begin() + near * wide, value.end(), 0.0f);
     for (int64_t c = 0; c < p.means; c++) {
       const int64_t start = (edges[c] + CODED - 1) / CODED, stop = (edges[c + 1] + CODED - 1) / CODED;
-      const double *before = p.total.at<double>(batch, head, start), *after = p.total.at<double>(batch, head, stop);
-      const double *real = p.size + batch * (p.blocks + 1);
+      const double *before = p.total.at<double>(head, start), *after = p.total.at<double>(head, stop);
+      const double *real = p.size + head / p.key.heads * (p.blocks + 1);
       const double count = p.size ? real[stop] - real[start] : edges[c + 1] - edges[c];
       const double share = 1 / std::max(count, 1.0);
       for (int64_t d = 0; d < dim; d++) key[(near + c) * dim + d] = (after[d] - before[d]) * share;
@@ -200,12 +191,13 @@ class ScanAttention {
 
   // Sets the scores of near keys that are padding, or later than the query, to minus infinity. `first`: the first near
   // key.
-  void hide(Tile &tile, int64_t batch, const int64_t *last, int64_t first) {
+  void hide(Tile &tile, int64_t head, const int64_t *last, int64_t first) {
     count_multiply_adds(near * TILE);
+    const uint8_t *real = real_keys(p.of.real, p.key, head, p.of.keys);
     for (int j = 0; j < near; j++) {
-      const bool real = !p.of.real || p.of.real[batch * p.of.keys + first + j];
+      const bool is_real = !real || real[first + j];
       float *of_key = &score[j * TILE];
-      for (int i = 0; i < TILE; i++) of_key[i] = real && first + j <= last[i] ? of_key[i] : -INFINITY;
+      for (int i = 0; i < TILE; i++) of_key[i] = is_real && first + j <= last[i] ? of_key[i] : -INFINITY;
       for (int w = 0; w < WIDE; w++) tile.top[w] = max(tile.top[w], load(of_key + w * LANES));
     }
   }
@@ -229,33 +221,30 @@ class ScanAttention {
 // each computes the outputs of single queries.
 template <class T, class R>
 static void scan_attend_parts(const ScanAttend &p, int threads, const std::vector<Asking> &tiles, int64_t parts) {
-  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, count = tiles.size();
-  std::vector<Largest> ready(p.of.batch * kv_heads * count * parts * TILE);
-  in_parallel(
-      threads, p.of.batch * kv_heads * count * parts, [&] { return Scanner<T>(p.of); },
-      [&](Scanner<T> &scanner, int64_t t) {
-        const int64_t head = t / parts / count;
-        scanner.choose(head / kv_heads, head % kv_heads, tiles[t / parts % count], &ready[t * TILE], t % parts, parts);
-      });
-  in_parallel(
-      threads, p.of.batch * kv_heads * count * TILE, [&] { return ScanAttention<T, R>(p); },
-      [&](ScanAttention<T, R> &worker, int64_t t) {
-        const int64_t head = t / TILE / count, i = t % TILE;
-        Asking one = tiles[t / TILE % count];
-        if (i >= one.rows) return;
-        Largest *of = &ready[t / TILE * parts * TILE + i];
-        for (int64_t part = 1; part < parts; part++) of->join(of[part * TILE]);
-        one.first += i, one.rows = 1;
-        worker.attend(head / kv_heads, head % kv_heads, &one, 1, of);
-      });
+  const int64_t count = tiles.size(), all = p.of.heads / p.of.gqa_ratio * count;
+  std::vector<Largest> ready(all * parts * TILE);
+  const auto choose = [&](Scanner<T> &scanner, int64_t t) {
+    scanner.choose(t / parts / count, tiles[t / parts % count], &ready[t * TILE], t % parts, parts);
+  };
+  const auto attend = [&](ScanAttention<T, R> &worker, int64_t t) {
+    const int64_t i = t % TILE;
+    Asking one = tiles[t / TILE % count];
+    if (i >= one.rows) return;
+    Largest *best = &ready[t / TILE * parts * TILE + i];
+    for (int64_t part = 1; part < parts; part++) best->join(best[part * TILE]);
+    one.first += i, one.rows = 1;
+    worker.attend(t / TILE / count, &one, 1, best);
+  };
+  in_parallel(threads, all * parts, [&] { return Scanner<T>(p.of); }, choose);
+  in_parallel(threads, all * TILE, [&] { return ScanAttention<T, R>(p); }, attend);
 }
 
 template <class T, class R>
 static void scan_attend_rows(const ScanAttend &p, int threads) {
   constexpr int PORTIONS = 4, LEAST = 64;  // parts for each thread, and the least number of blocks of a part
   const std::vector<Asking> tiles = asking(p.of);
-  const int64_t together = p.of.batch * (p.of.heads / p.of.gqa_ratio) * tiles.size();
-  const int64_t wanted = threads > 1 ? PORTIONS * team_size(threads) / std::max<int64_t>(1, together) : 1;
+  const int64_t all = p.of.heads / p.of.gqa_ratio * tiles.size();
+  const int64_t wanted = threads > 1 ? PORTIONS * team_size(threads) / std::max<int64_t>(1, all) : 1;
   const int64_t parts = std::min(wanted, tiles.empty() ? 0 : tiles.back().seen / CODED / LEAST);
   if (parts > 1) return scan_attend_parts<T, R>(p, threads, tiles, parts);
   // Where a cache near the core does not hold all keys, so many tiles are processed together that every key of a chunk
@@ -266,9 +255,7 @@ static void scan_attend_rows(const ScanAttend &p, int threads) {
   by_tiles(
       p.of, threads, bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST),
       [&] { return std::make_unique<ScanAttention<T, R>>(p); },
-      [](ScanAttention<T, R> &worker, int64_t batch, int64_t head, const Asking *tile, int tiles) {
-        worker.attend(batch, head, tile, tiles);
-      });
+      [](ScanAttention<T, R> &worker, int64_t head, const Asking *tile, int tiles) { worker.attend(head, tile, tiles); });
 }
 
 template <class T>

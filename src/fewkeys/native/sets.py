@@ -1,7 +1,7 @@
 """Instruction sets: all of them, those that this machine can run, and how a library of each is compiled.
 
-There is one library per set, all from the same source, so that no processor meets an instruction that it lacks. The
-build of a wheel loads this file alone, so it imports only the standard library.
+Each set has a library of its own from the same source. The build of a wheel loads this file alone, so it imports only
+the standard library.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ FORCED = "FEWKEYS_ISA"
 COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
 """The environment variable that names a compiler, and the names to look for where it is not set."""
 HERE = Path(__file__).parent
-SOURCES = (
-    *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
-    *("matrix.h", "neighbours.h", "near.h", "near_cohorts.h"),
-    *("keys.h", "frame.h", "lloyd.h", "extent.h"),
-    *("rows.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
-    *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
-)
+SOURCES = tuple(sorted(path.name for path in HERE.iterdir() if path.suffix in (".cpp", ".h")))
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-shared", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -37,8 +31,8 @@ FLAGS = (
 class InstructionSet:
     """The instructions that a library may use, and the processor flags that it requires.
 
-    The operating system's consent is among them: Linux names no flag whose registers it does not save. Its further
-    consent to AMX is requested by the kernels themselves (`matrix.h`).
+    Linux names no flag whose registers it does not save. Its consent to AMX is requested by the kernels
+    (`byte_scores.h`).
     """
 
     name: str
@@ -72,22 +66,22 @@ SETS = (
 
 
 def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
-    """The sets of a kind of machine, of this one where none is named."""
+    """The sets of a kind of machine; of this machine if none is named."""
     machine = machine or platform.machine()
     kind = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
     return tuple(one for one in SETS if one.machine == kind)
 
 
 def possible() -> tuple[InstructionSet, ...]:
-    """The sets that this machine can run. Where the system does not list processor flags, only the lowest."""
+    """The sets that this machine can run; the lowest if the system lists no processor flags."""
     flags, of_this_machine = _flags(), of_machine()
     return of_this_machine[:1] if flags is None else tuple(one for one in of_this_machine if one.flags <= flags)
 
 
 def chosen() -> InstructionSet | None:
-    """The set to run: the one that `FEWKEYS_ISA` names, else the highest; None where there is none for this machine.
+    """The set to run: the one that `FEWKEYS_ISA` names, else the highest; None if this machine has none.
 
-    Raises `ValueError` where `FEWKEYS_ISA` names another than the possible ones.
+    Raises `ValueError` if `FEWKEYS_ISA` names a set that this machine cannot run.
     """
     candidates, name = possible(), os.environ.get(FORCED)
     if not name:
@@ -100,7 +94,7 @@ def chosen() -> InstructionSet | None:
 
 
 def compiler() -> list[str] | None:
-    """The command of this machine's C++ compiler, None where there is none."""
+    """The command of this machine's C++ compiler; None if there is none."""
     if named := os.environ.get(COMPILER):
         return shlex.split(named)
     path = next((path for path in map(shutil.which, COMPILERS) if path), None)
@@ -109,7 +103,8 @@ def compiler() -> list[str] | None:
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
     """The command that compiles a library of a set."""
-    return [*compiler, *FLAGS, *of.options, *more, str(HERE / SOURCES[0]), "-o", into]
+    name = f'-DFEWKEYS_SET="{of}"'
+    return [*compiler, *FLAGS, *of.options, name, *more, str(HERE / "kernels.cpp"), "-o", into]
 
 
 def processor() -> str:

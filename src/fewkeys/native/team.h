@@ -1,5 +1,5 @@
 // Work on several threads. No exception leaves a thread: an error ends the work of all threads, and the caller receives
-// a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
+// a code.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -20,12 +20,12 @@ struct Stopped {};
 
 constexpr int MOST_THREADS = 256;
 
-// The entry point of the OpenMP library that torch has loaded, which `build.py` looks up; no OpenMP is linked here.
-// With torch's threads no second set of threads competes for the cores.
+// The entry point of the OpenMP library that torch has loaded, which `build.py` looks up: with torch's threads no second
+// set of threads competes for the cores.
 typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
 inline OpenMp open_mp = nullptr;
 
-// Marks a function that must not be cloned or inlined: each clone could round differently, and results would depend on
+// Marks a function that must not be cloned or inlined: clones could round differently, so that results would depend on
 // the number of threads.
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
@@ -38,10 +38,10 @@ ONE_COPY static void begin(void *work) {
   (*(Work *)work)();
 }
 
-// Runs `work` on `count` threads, one of them the caller's; on fewer where there are no more. It must not throw.
+// Runs `work`, which must not throw, on `count` threads, one of them the caller's, or on as many as there are.
 template <class Work>
 static void on_threads(int count, Work work) {
-  if (count > 1 && open_mp) return open_mp(begin<Work>, &work, count, 0);
+  if (open_mp) return open_mp(begin<Work>, &work, count, 0);
   std::vector<std::thread> others;
   try {
     for (int i = 1; i < count; i++) others.emplace_back(begin<Work>, &work);
@@ -51,8 +51,8 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
-// Notices an interrupt (SIGINT) during one call, if the caller requests it. Its handler is installed for the time of
-// the call and calls the previous handler. Only the main thread requests it, so there is one at a time.
+// Notices an interrupt (SIGINT) during one call, if the caller requests it: its handler, which calls the previous one, is
+// installed for the time of the call. Only the main thread requests it, so there is one at a time.
 class Watch {
  public:
   static void next_call() { wanted() = true; }
@@ -130,20 +130,25 @@ class Team {
   }
 };
 
+// Raises a number to at least `to`.
+template <class T>
+static void raise_to(std::atomic<T> &number, T to) {
+  for (T before = number; before < to && !number.compare_exchange_weak(before, to);) {}
+}
+
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
 // How late the other threads started in recent calls, in nanoseconds. If another process uses a core, a thread may wait
 // for milliseconds before it runs, and every call waits for all threads. So the caller first works alone for as long as
-// the threads are expected to be late, and then calls them for the rest. This takes at most twice the time of the
-// better choice. Beside a load of ten processes on each core, calls without it took 1.2 (2,048 tokens) to 2 times as
-// long (512).
+// the threads are expected to be late: at most twice the time of the better choice. Beside ten processes on each core,
+// calls without it took 1.2 (2,048 tokens) to 2 times as long (512).
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
   // The processor time of this thread.
   static int64_t worked() { return read(CLOCK_THREAD_CPUTIME_ID); }
-  // The expected delay. It halves every HALF_LIFE, so that threads are tried again. Waking a sleeping thread takes less
-  // than LEAST, which counts as no delay.
+  // The expected delay. It halves every HALF_LIFE, so that threads are tried again. Less than LEAST, which waking a
+  // sleeping thread may take, counts as no delay.
   static int64_t expected(int64_t now) {
     const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
     const int64_t left = halvings < 62 ? worst.load(std::memory_order_relaxed) >> halvings : 0;
@@ -187,8 +192,12 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
   };
   // Not more threads than batches: waking a thread for nothing costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, (pieces + batch - 1) / batch));
-  int64_t called = size > 1 ? Lateness::now() : 0;
-  if (const int64_t late = size > 1 ? Lateness::expected(called) : 0) {
+  if (size == 1) {
+    take(0);
+    return team.settle();
+  }
+  int64_t called = Lateness::now();
+  if (const int64_t late = Lateness::expected(called)) {
     take(Lateness::worked() + late);
     team.settle();
     if (next >= pieces) return;
@@ -196,19 +205,11 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
   }
   std::atomic<int64_t> last{called};
   on_threads(size, [&] {
-    if (size > 1) {
-      const int64_t came = Lateness::now();
-      for (int64_t before = last; before < came && !last.compare_exchange_weak(before, came);) {}
-    }
+    raise_to(last, Lateness::now());
     take(0);
   });
-  if (size > 1) Lateness::note(last - called, last);
+  Lateness::note(last - called, last);
   team.settle();
-}
-
-template <class Run>
-static void in_parallel(int threads, int64_t pieces, Run run, int64_t batch = 1) {
-  in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, batch);
 }
 
 // A step of the work on every head: `run(worker, head, piece)` for its pieces, in any order.
@@ -220,22 +221,21 @@ struct Phase {
 };
 
 // Runs phases one after the other. If heads are `small` and there are enough for all threads, each thread takes all
-// phases of a head, because starting all threads costs as much as several such heads. Otherwise all threads share every
-// phase.
+// phases of a head: starting all threads costs as much as several such heads. Otherwise all threads share every phase.
 template <class NewWorker, class... Phases>
 static void in_phases(int threads, int64_t heads, bool small, NewWorker new_worker, Phases... phases) {
-  if (small && heads >= threads)
+  if (small && heads >= team_size(threads))
     return in_parallel(threads, heads, new_worker, [&](auto &worker, int64_t head) {
-      const auto all = [&](auto &phase) {
+      const auto run = [&](auto &phase) {
         for (int64_t piece = 0; piece < phase.pieces; piece++) Team::check(), phase.run(worker, head, piece);
       };
-      (all(phases), ...);
+      (run(phases), ...);
     });
-  const auto one = [&](auto &phase) {
+  const auto share = [&](auto &phase) {
     in_parallel(threads, heads * phase.pieces, new_worker,
                 [&](auto &worker, int64_t i) { phase.run(worker, i / phase.pieces, i % phase.pieces); });
   };
-  (one(phases), ...);
+  (share(phases), ...);
 }
 
 // The return code of a kernel.

@@ -23,13 +23,13 @@ def suits(*tensors: Tensor | None) -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these tensors; if gradients are needed, inside an `autograd.Function`."""
+    """Whether kernels can read these tensors, inside an `autograd.Function` if gradients are needed."""
     present = [tensor for tensor in tensors if tensor is not None]
     return placed(*present) and missing() is None
 
 
 def placed(*tensors: Tensor) -> bool:
-    """Whether kernels, if there are any, can read these tensors."""
+    """Whether kernels, if there are any, could read these tensors."""
     if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
@@ -44,20 +44,21 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 class Rows(ctypes.Structure):
-    """(B, H, N, dim) in any layout whose last dimension is dense."""
+    """A tensor (B, H, N, ...) in any layout whose last dimensions are dense: its address, strides and heads."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row", "heads")))
 
     @staticmethod
     def of(tensor: Tensor) -> Rows:
-        return Rows(tensor.data_ptr(), *tensor.stride()[:3])
+        return Rows(tensor.data_ptr(), *tensor.stride()[:3], tensor.shape[1])
 
 
 class KernelArgs(ctypes.Structure):
-    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
+    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out or None are zero.
 
-    Tensors have the dtype that the struct declares. Those that a kernel reads are made contiguous, those that it writes
-    must be: it would write to a copy. They live as long as the arguments.
+    Tensors have the dtype that the struct declares, and live as long as the arguments. `Rows` may lie in any layout
+    whose last dimension is dense; other tensors are made contiguous if the kernel reads them, and must be contiguous if
+    it writes them, since it would write to a copy.
     """
 
     kinds: dict[str, str]
@@ -66,22 +67,27 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        self.alive = [x.contiguous() if isinstance(x, Tensor) else x for x in values.values()]
+        self.alive = [self._readable(name, x) if isinstance(x, Tensor) else x for name, x in values.items()]
         for name, x in zip(values, self.alive, strict=True):
             if isinstance(x, Tensor):
-                # Read as another dtype, it would give numbers that look like any others.
-                expected = _POINTED.get(self.kinds[name])
-                if expected is not None and x.dtype not in expected:
-                    raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {x.dtype}")
-                if name in self.written and x is not values[name]:
-                    raise ValueError(f"{type(self).__name__}.{name}: expected a contiguous tensor to write to")
-                values[name] = x.data_ptr()
-        super().__init__(**values)
+                values[name] = Rows.of(x) if self.kinds[name] == "Rows" else x.data_ptr()
+        super().__init__(**{name: x for name, x in values.items() if x is not None})
+
+    def _readable(self, name: str, tensor: Tensor) -> Tensor:
+        if self.kinds[name] == "Rows":
+            return dense(tensor)
+        # Read as another dtype, it would give numbers that look like any others.
+        expected = _POINTED.get(self.kinds[name])
+        if expected is not None and tensor.dtype not in expected:
+            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {tensor.dtype}")
+        if name in self.written and not tensor.is_contiguous():
+            raise ValueError(f"{type(self).__name__}.{name}: expected a contiguous tensor to write to")
+        return tensor.contiguous()
 
 
 @lru_cache
 def struct(name: str) -> type[KernelArgs]:
-    """The struct that `problems.h` declares under this name: of numbers and other structs of it."""
+    """The struct that `problems.h` declares under this name."""
     text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
     declared_fields = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
     if declared_fields is None:
@@ -110,12 +116,18 @@ _POINTED = {
 """Dtypes of tensors, by the type of the pointer."""
 
 
+def sized(key: Tensor, value: Tensor | None = None) -> dict[str, Any]:
+    """Keys (B, H, N, D), values (B, H, N, Dv) and their sizes, by their names in the structs."""
+    fields = {"key": key, "heads": key.shape[0] * key.shape[1], "keys": key.shape[2], "dim": key.shape[3]}
+    return fields if value is None else {**fields, "value": value, "value_dim": value.shape[3]}
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor in a layout that `Rows` can describe."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in such layouts and in one dtype: float32 where theirs differ."""
+    """The tensors in one dtype: float32 if theirs differ."""
     same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
-    return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
+    return tensors if same else tuple(tensor.float() for tensor in tensors)

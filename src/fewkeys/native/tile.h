@@ -17,7 +17,7 @@ static void copy_rows(const T *rows, int64_t stride, int count, int dim, int wid
 
 // Rows as padded floats: in place if they already are, otherwise copied to `into`.
 template <class T>
-static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
+static const float *as_floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
   if constexpr (sizeof(T) == sizeof(float))
     if (dim == width) return (const float *)rows;
   copy_rows(rows, stride, count, dim, width, into);
@@ -64,13 +64,15 @@ struct Tile {
     }
   }
 
-  // Writes `mixed` (rows, wide), divided by the sums.
-  template <class T>
-  void write(const float *mixed, int wide, T *to, int64_t stride, int rows, int dim) const {
+  // Writes `mixed` (rows, wide), divided by the sums, to `row(i)` for each query i.
+  template <class Row>
+  void write(const float *mixed, int64_t wide, int rows, int64_t dim, Row row) const {
     float inverse[TILE];
     for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? broadcast(0.0f) : 1.0f / sum[w]);
-    for (int i = 0; i < rows; i++)
-      for (int d = 0; d < dim; d++) round_to(mixed[i * wide + d] * inverse[i], to[i * stride + d]);
+    for (int i = 0; i < rows; i++) {
+      auto *to = row(i);
+      for (int64_t d = 0; d < dim; d++) round_to(mixed[i * wide + d] * inverse[i], to[d]);
+    }
   }
 };
 

@@ -2,7 +2,6 @@
 // the lanes, keys in the rows.
 #pragma once
 #include "cohorts.h"
-#include "rows.h"
 
 namespace fewkeys {
 
@@ -14,7 +13,7 @@ struct ByCluster {
 
   void sort(const Tilts &p, int64_t head) {
     const int64_t *label = p.label + head * p.keys;
-    const uint8_t *real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+    const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     place.resize(p.keys), rank.assign(p.keys, -1), begin.assign(p.count + 1, 0);
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) begin[label[j] + 1]++;
@@ -52,13 +51,13 @@ struct ByCluster {
 template <class T>
 class Cluster {
  public:
-  const int64_t dim, value_dim, deep, both;  // deep: a padded key; both: a padded key and a padded value
-  std::vector<CohortLanes> cohorts;          // tile by tile
-  aligned_vector<float> level;               // g_hc of every cohort
-  aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
-  aligned_vector<float> score;               // e (tiles, CHUNK, TILE)
+  const int64_t dim, value_dim, deep, both;   // deep: a padded key; both: a padded key and a padded value
+  std::vector<CohortLanes> cohorts;           // tile by tile
+  Floats level;                               // g_hc of every cohort
+  Floats row;                                 // (CHUNK, both): centred keys, values
+  Floats score;                               // e (tiles, CHUNK, TILE)
   float half_variance[CHUNK], weight[CHUNK];  // k^T W k / 2, and the sum of e over all cohorts
-  const int32_t *place = nullptr;            // positions of the current keys
+  const int32_t *place = nullptr;             // positions of the current keys
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
@@ -69,6 +68,7 @@ class Cluster {
     if (head != of)
       for (int64_t t = 0; t < (int64_t)cohorts.size(); t++)
         cohorts[t].read(p.mean + of * p.cohorts * dim, p.cohorts, t, dim);
+    first_key = p.key.at<T>(of, 0), first_value = p.value.at<T>(of, 0);
     head = of, order = keys.place.data(), at = keys.begin[cluster], end = keys.begin[cluster + 1];
     kept = keys.kept.data(), kept_begin = &keys.kept_begin[keys.chunk[cluster]];
   }
@@ -126,8 +126,10 @@ class Cluster {
   const std::pair<int32_t, int32_t> *kept = nullptr;
   const int32_t *kept_begin = nullptr;  // the entry of the next chunk
 
-  const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
-  const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
+  const T *first_key = nullptr, *first_value = nullptr;  // of the head
+
+  const T *key(int64_t j) const { return first_key + j * p.key.row; }
+  const T *value(int64_t j) const { return first_value + j * p.value.row; }
 
   // Turns the scores of a tile of cohorts into e. It is 0 in lanes without a cohort and for empty cohorts.
   void weigh(int64_t tile, int count) {
@@ -194,7 +196,7 @@ class Tilting {
   const Tilts &p;
   Cluster<T> keys;
   const int64_t wide, lanes;
-  aligned_vector<float> mass, energy, sums, weighted;
+  Floats mass, energy, sums, weighted;
   std::vector<int32_t> left;
 
   void total(int count) {
@@ -208,16 +210,16 @@ class Tilting {
   }
 };
 
-// Gradients of keys and values. Key and value j of cluster c get sum_h e_hj G_hc, where G is the gradient of the sums.
-// If the products have the gradient P, the key also gets w_j P v_j and the value w_j P^T (k_j - middle), where w_j is
-// the sum of e_hj over all cohorts.
+// Gradients of keys and values. Key and value j of cluster c get sum_h e_hj G_hc, where G is the gradient of the sums. If
+// the products have the gradient P, the key also gets w_j P v_j and the value w_j P^T (k_j - middle), where w_j is the
+// sum of e_hj over all cohorts.
 template <class T>
 class TiltingBack {
  public:
-  explicit TiltingBack(const TiltsBack &all)
-      : all(all), p(all.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
-        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), both_gradients(CHUNK * keys.both),
-        products(all.together ? keys.deep * wide : 0), across(products.size()) {}
+  explicit TiltingBack(const TiltsBack &back)
+      : back(back), p(back.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
+        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), of_rows(CHUNK * keys.both),
+        products(back.together ? keys.deep * wide : 0), across(products.size()) {}
 
   void pass_on(const ByCluster &order, int64_t head, int64_t cluster) {
     const int64_t both = keys.both, deep = keys.deep;
@@ -225,110 +227,108 @@ class TiltingBack {
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t from = (head * p.cohorts + h) * p.count + cluster;
       keys.level[h] = p.level[from];
-      std::copy_n(all.key_sum + from * p.dim, p.dim, &grad[h * both]);
-      std::copy_n(all.value_sum + from * p.value_dim, p.value_dim, &grad[h * both + deep]);
+      std::copy_n(back.key_sum + from * p.dim, p.dim, &grad[h * both]);
+      std::copy_n(back.value_sum + from * p.value_dim, p.value_dim, &grad[h * both + deep]);
     }
-    if (all.together) read_products(head);
+    if (back.together) read_products(head);
     while (const int count = keys.look()) {
       for (size_t t = 0; t < keys.cohorts.size(); t++)
         to_lanes(&keys.score[t * CHUNK * TILE], TILE, count, TILE, 1.0f, &turned[t * TILE * TILE]);
-      if (all.together) {
+      if (back.together) {
         for (int j = 0; j < count; j++) scale(&keys.row[j * both], keys.weight[j], both);
         to_lanes(keys.row.data(), both, count, both, 1.0f, lanes.data());
       }
-      std::fill(both_gradients.begin(), both_gradients.end(), 0.0f);
+      std::fill(of_rows.begin(), of_rows.end(), 0.0f);
       for (int j = 0; j < count; j += SOME) {
-        float *to = &both_gradients[j * both];
+        float *to = &of_rows[j * both];
         mix(grad.data(), both, p.cohorts, both, &turned[j], TILE, to, both);
-        if (!all.together) continue;
+        if (!back.together) continue;
         mix(across.data(), deep, p.value_dim, deep, &lanes[deep * TILE + j], TILE, to, both);
         mix(products.data(), wide, p.dim, wide, &lanes[j], TILE, to + deep, both);
       }
       for (int j = 0; j < count; j++) {
         const int64_t at = head * p.keys + keys.place[j];
-        std::copy_n(&both_gradients[j * both], p.dim, all.key + at * p.dim);
-        std::copy_n(&both_gradients[j * both + deep], p.value_dim, all.value + at * p.value_dim);
+        std::copy_n(&of_rows[j * both], p.dim, back.key + at * p.dim);
+        std::copy_n(&of_rows[j * both + deep], p.value_dim, back.value + at * p.value_dim);
       }
     }
   }
 
  private:
-  const TiltsBack &all;
+  const TiltsBack &back;
   const Tilts &p;
   Cluster<T> keys;
   const int64_t wide;
-  aligned_vector<float> grad, turned;  // G (H, both), padded; e (tiles x TILE, CHUNK)
-  aligned_vector<float> lanes, both_gradients;
-  aligned_vector<float> products, across;  // P (D, Dv) and P^T, padded in both dimensions
-  int64_t held = -1;                       // the head of P
+  Floats grad, turned;      // G (H, both), padded; e (tiles x TILE, CHUNK)
+  Floats lanes, of_rows;    // keys and values; their gradients (CHUNK, both)
+  Floats products, across;  // P (D, Dv) and P^T, padded in both dimensions
+  int64_t products_head = -1;
 
   void read_products(int64_t head) {
-    if (held == head) return;
-    held = head;
+    if (products_head == head) return;
+    products_head = head;
     for (int64_t d = 0; d < p.dim; d++)
       for (int64_t e = 0; e < p.value_dim; e++)
-        products[d * wide + e] = across[e * keys.deep + d] = all.together[(head * p.dim + d) * p.value_dim + e];
+        products[d * wide + e] = across[e * keys.deep + d] = back.together[(head * p.dim + d) * p.value_dim + e];
   }
 };
 
-// The sums of a head, in portions of its clusters. Their number does not depend on the number of threads.
+// The keys of a head by cluster, and sums over them in portions of clusters, whose number does not depend on the threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
-  const int64_t wide, size, count;
+  const int64_t wide, size;
   ByCluster order;
-  aligned_vector<float> products;  // (PORTIONS, D, Dv), padded in both dimensions; empty if not needed
+  Floats products;  // (PORTIONS, D, Dv), padded in both dimensions; empty if not needed
 
-  explicit HeadSums(const Tilts &p)
-      : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),
-        products(PORTIONS * size) {}
-
-  // The first cluster of a portion.
-  int64_t first(int64_t portion) const { return portion * count / PORTIONS; }
+  explicit HeadSums(const Tilts &p) : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0) {}
 };
 
-// Calls `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads,
-// each thread takes whole heads, because starting all threads costs as much as several clusters.
-template <class Worker, class Args, class Run, class... Finish>
-static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
-  const int64_t heads = p.batch * p.heads;
-  const auto make = [&] { return std::pair<Worker, HeadSums>(args, p); };
-  if (heads >= 4 * team_size(threads))
-    return in_parallel(threads, heads, make, [&](auto &worker_and_sums, int64_t head) {
-      auto &[worker, held] = worker_and_sums;
-      held.order.sort(p, head);
-      for (int64_t i = 0; i < HeadSums::PORTIONS; i++) Team::check(), run(worker, held, head, i);
-      (finish(held, head), ...);
-    });
-  std::vector<HeadSums> held(heads, HeadSums(p));
-  in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
-  in_parallel(threads, heads * HeadSums::PORTIONS, [&] { return Worker(args); }, [&](Worker &worker, int64_t i) {
-    run(worker, held[i / HeadSums::PORTIONS], i / HeadSums::PORTIONS, i % HeadSums::PORTIONS);
-  });
-  (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
+// Calls `run(worker, sums, head, portion, cluster)` for all clusters, and then `finish(sums, head)`. If there are many
+// heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
+template <class Worker, class Args, class Run, class Finish>
+static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish finish) {
+  struct Thread {
+    Worker worker;
+    HeadSums sums;
+  };
+  constexpr int64_t PORTIONS = HeadSums::PORTIONS;
+  const bool whole = p.heads >= 4 * team_size(threads);
+  std::vector<HeadSums> shared(whole ? 0 : p.heads, HeadSums(p));
+  const auto sums_of = [&](Thread &thread, int64_t head) -> HeadSums & { return whole ? thread.sums : shared[head]; };
+  const auto sort = [&](Thread &thread, int64_t head, int64_t) {
+    HeadSums &sums = sums_of(thread, head);
+    sums.order.sort(p, head);
+    sums.products.assign(PORTIONS * sums.size, 0.0f);
+  };
+  const auto run_portion = [&](Thread &thread, int64_t head, int64_t portion) {
+    for (int64_t c = portion * p.count / PORTIONS; c < (portion + 1) * p.count / PORTIONS; c++)
+      run(thread.worker, sums_of(thread, head), head, portion, c);
+  };
+  const auto finish_head = [&](Thread &thread, int64_t head, int64_t) { finish(sums_of(thread, head), head); };
+  in_phases(threads, p.heads, whole, [&] { return Thread{Worker(args), HeadSums(p)}; }, Phase{1, sort},
+            Phase{PORTIONS, run_portion}, Phase{1, finish_head});
 }
 
 template <class T>
 static void tilt(const Tilts &p, int threads) {
-  const auto add_up = [](Tilting<T> &one, HeadSums &held, int64_t head, int64_t portion) {
-    float *products = held.size ? held.products.data() + portion * held.size : nullptr;
-    std::fill_n(products, held.size, 0.0f);
-    for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.add_up(held.order, head, c, products);
+  const auto add_up = [](Tilting<T> &one, HeadSums &sums, int64_t head, int64_t portion, int64_t cluster) {
+    one.add_up(sums.order, head, cluster, sums.size ? &sums.products[portion * sums.size] : nullptr);
   };
-  const auto finish = [&](HeadSums &held, int64_t head) {
-    if (!held.size) return;
-    float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
-    for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
-    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
+  const auto finish = [&](HeadSums &sums, int64_t head) {
+    if (!sums.size) return;
+    float *sum = sums.products.data(), *to = p.together + head * p.dim * p.value_dim;
+    for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * sums.size, 1.0f, sums.size);
+    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * sums.wide, p.value_dim, to + d * p.value_dim);
   };
   by_head<Tilting<T>>(p, p, threads, add_up, finish);
 }
 
 template <class T>
-static void tilt_back(const TiltsBack &all, int threads) {
-  const auto pass_on = [](TiltingBack<T> &one, HeadSums &held, int64_t head, int64_t portion) {
-    for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.pass_on(held.order, head, c);
+static void tilt_back(const TiltsBack &p, int threads) {
+  const auto pass_on = [](TiltingBack<T> &one, HeadSums &sums, int64_t head, int64_t, int64_t cluster) {
+    one.pass_on(sums.order, head, cluster);
   };
-  by_head<TiltingBack<T>>(all, all.of, threads, pass_on);
+  by_head<TiltingBack<T>>(p, p.of, threads, pass_on, [](HeadSums &, int64_t) {});
 }
 
 }  // namespace fewkeys

@@ -19,10 +19,13 @@ def attend(problem: Problem) -> Tensor:
 
     The weights are computed again in the backward pass, so that nothing but the inputs and the stand-ins is stored.
     """
-    followed = with_gradients(problem)
+    x, s, followed = problem.inputs, problem.stand_ins, with_gradients(problem)
 
-    def computed(*tensors: Tensor) -> Tensor:
-        return by_torch.attend(_with(problem, dict(zip(followed, tensors, strict=True))))
+    def computed(*leaves: Tensor) -> Tensor:
+        tensors = dict(zip(followed, leaves, strict=True))
+        rows: dict[str, Any] = {name: tensors[name] for name in _ROWS if name in tensors}
+        stand_ins = None if s is None else s.with_tensors(s.tensors("rest") | tensors, "rest")
+        return by_torch.attend(replace(problem, inputs=replace(x, **rows), stand_ins=stand_ins))
 
     return recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
 
@@ -30,13 +33,8 @@ def attend(problem: Problem) -> Tensor:
 def with_gradients(problem: Problem) -> dict[str, Tensor]:
     """The tensors of a problem that require gradients, if these are enabled; stand-ins' by `rest.` and the field."""
     x, s = problem.inputs, problem.stand_ins
-    tensors = {"query": x.query, "key": x.key, "value": x.value} | ({} if s is None else s.tensors("rest"))
+    tensors = {name: getattr(x, name) for name in _ROWS} | ({} if s is None else s.tensors("rest"))
     return {name: part for name, part in tensors.items() if torch.is_grad_enabled() and part.requires_grad}
 
 
-def _with(problem: Problem, tensors: dict[str, Tensor]) -> Problem:
-    """The same problem of these tensors, named as in `with_gradients`."""
-    x, s = problem.inputs, problem.stand_ins
-    of_inputs: dict[str, Any] = {name: part for name, part in tensors.items() if not name.startswith("rest.")}
-    stand_ins = None if s is None else s.with_tensors(s.tensors("rest") | tensors, "rest")
-    return replace(problem, inputs=replace(x, **of_inputs), stand_ins=stand_ins)
+_ROWS = "query", "key", "value"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from fewkeys.execute.problem import Problem
@@ -43,43 +41,35 @@ def attend(problem: Problem) -> Tensor:
 class ScanCall:
     """The kernel's arguments for a problem, and the tensors that they point to.
 
-    They serve later tokens, too, as long as the own block of the queries stays the same: their keys and values stand
-    behind those of the problem, in the same memory, and nothing else that the kernel reads changes.
+    They also serve later tokens, as long as the queries stay in the same unfinished block: the keys and values of these
+    tokens are in the same memory, behind those of the problem, and nothing else that the kernel reads changes.
     """
 
     def __init__(self, problem: Problem) -> None:
         x, scanned, s = problem.inputs, problem.graph.scan, problem.stand_ins
         if not isinstance(scanned, Scanned):
             raise ValueError("graph: expected the keys of a scan, got others")
-        query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
         codes = scanned.codes
-        of, alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
-        arrays: dict[str, Tensor | None] = {}
-        means: dict[str, Any] = {"steps": 1}
+        means: dict[str, Tensor | int | None] = {"steps": 1}
         if isinstance(s, RangeStandIns):
-            reals = None if s.reals is None else s.reals.contiguous()
-            arrays = {"size": reals, "edges": s.edges.contiguous()}
-            total = Rows.of(dense(s.totals))
-            means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
-        rows = {"key": key, "value": value}
-        if scanned.scale is not None:
-            rows["scales"] = scanned.scale
-        self._arguments = struct("ScanAttend")(
-            of=of,
-            **{name: Rows.of(tensor) for name, tensor in rows.items()},
-            **arrays,
+            means = {"steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
+            means |= {"total": s.totals, "size": s.reals, "edges": s.edges}
+        self._args = struct("ScanAttend")(
+            of=scan(codes.packed, codes.sigma, x.query, scanned.sign, scanned.seen, x.valid, scanned.most),
             **means,
+            key=x.key,
+            value=x.value,
+            scales=scanned.scale,
             value_dim=x.value_dim,
             causal=x.is_causal,
             scale=x.scale,
         )
-        self._alive = (alive, key, value, scanned.scale, arrays, s)
 
     def attend(self, query: Tensor, keys: int, offset: int) -> Tensor:
         """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys."""
-        query, arguments = dense(query), self._arguments
-        output = query.new_empty((*query.shape[:3], arguments.value_dim))
-        arguments.of.query, arguments.out = Rows.of(query), Rows.of(output)
-        arguments.of.keys, arguments.offset = keys, offset
-        call("fewkeys_scan_attend", arguments, query.dtype)
+        query, args = dense(query), self._args
+        output = query.new_empty((*query.shape[:3], args.value_dim))
+        args.of.query, args.out = Rows.of(query), Rows.of(output)
+        args.of.keys, args.offset = keys, offset
+        call("fewkeys_scan_attend", args, query.dtype)
         return output
