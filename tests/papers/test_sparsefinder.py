@@ -22,7 +22,7 @@ from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import train
 from fewkeys.papers.sparsefinder.evaluate import score_graphs
 from fewkeys.papers.sparsefinder.fitting import gold_edges, joined
-from fewkeys.papers.sparsefinder.loss import hinge, signs
+from fewkeys.papers.sparsefinder.train import hinge, signs
 from predictors import GROUPINGS, planted
 from tiny_models import MODELS, bert, close, far, padded, run, tokens
 

@@ -3,9 +3,9 @@
 The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
 candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive: the
 denominator of `sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose online score falls below eps stays below
-and is dropped. The candidates of a prefix with scores of at least eps are exactly the prefix's universal set: at most
-`rank / eps` keys. One pass gives the same set as two passes. For the same reason the candidates of two sketches include
-the candidates of their union: sketches merge.
+and is dropped. The candidates with scores of at least eps are exactly the universal set of the keys seen, at most
+`rank / eps` keys: one pass gives the same set as two. For the same reason the candidates of two sketches include those
+of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import full_precision, working
-from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import check_real
+from fewkeys.papers.levattention.keys import checked
 from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
@@ -26,8 +27,10 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
-    """The universal set of a stream: `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in
-    float64 for float64 input and float32 otherwise; `scores` (M,), float64. `shape` is (B, H, N).
+    """The universal set of a stream of `shape` (B, H, N).
+
+    `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in float64 for float64 input and float32
+    otherwise; `scores` (M,), float64.
     """
 
     indices: Tensor
@@ -53,14 +56,14 @@ class KeySketch:
         eps: the smallest entry that must not be missed, in (0, 1).
         power: an even power; the sketch holds m x m numbers per head for m monomials of degree power / 2 (D for 2).
 
-    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys, whatever the stream's length.
+    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys.
     Cost: O(m^2) per key, and O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come.
     Directions in which the keys are below about 1e-7 of the strongest count as absent.
 
     Raises:
         TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
 
-    Source: LevAttention (arXiv 2410.05462), streaming; that the pruned candidates are exact is derived above.
+    Source: LevAttention (arXiv 2410.05462), streaming.
     """
 
     def __init__(self, eps: float, power: float = 2.0) -> None:
@@ -87,14 +90,13 @@ class KeySketch:
 
     @full_precision()
     def update(self, keys: Tensor) -> None:
-        """Take in the next keys of the stream, (B, H, N, D); N may be 0, the other sizes must stay the same.
+        """Take in the next keys of the stream, (B, H, N, D), N >= 0.
 
         Raises `TypeError`, `ValueError` for tensors that are malformed or do not continue the stream.
         """
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[2] == 0:
             return
-        rows = working(check_tensor("keys", keys)).detach()
-        check_finite(keys=rows)
+        rows = checked("keys", keys)
         total = self._open(rows)
         for part in rows.split(BLOCK, 2):
             total += gram(tensor_features(part.double(), self._degree))
@@ -124,15 +126,14 @@ class KeySketch:
         self._append(other._keys.clone(), positions)
 
     def scores(self, keys: Tensor) -> Tensor:
-        """Scores (B, H, N), float64, of keys of the stream (B, H, N, D) against all keys seen: the second pass.
+        """Scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen: the second pass.
 
         For power 2 the leverage scores; for larger powers those of the tensor powers, which bound the sensitivities.
         Their relative error is a few `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their
-        features) with columns scaled to unit norm; `universal_set` rounds up by as much. Only keys that `update` has
-        seen have such a score. Raises as `update`, and before the first `update`.
+        features) with columns scaled to unit norm; `universal_set` rounds up by as much. Raises as `update`, and before
+        the first `update`.
         """
-        rows = working(check_tensor("keys", keys)).detach()
-        check_finite(keys=rows)
+        rows = checked("keys", keys)
         if self._gram is None:
             raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
         return self._score(rows, self._open(rows))[0]

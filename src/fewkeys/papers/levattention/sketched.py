@@ -29,19 +29,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_real
 from fewkeys.papers.levattention.gram import (
-    BLOCK_FEATURES,
     MARGIN,
     Normaliser,
     at_least,
     basis,
     candidates,
     exact_form,
+    feature_block,
     sketched_form,
 )
-from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, normal
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
@@ -55,10 +55,10 @@ class Sketched:
     Args:
         normalizers: e in (0, 1), any even power: with probability `1 - failure`, for all queries of the call,
             `A~ = A c` with one factor c in `[1 / (1 + e), 1 / (1 - e)]` per query. So every entry >= `(1 + e) eps` is
-            found and none below `(1 - e) eps`. Candidates come from the same sketch (p = 2) and are never missing.
+            returned and none below `(1 - e) eps`. For p = 2 candidates come from the same sketch, none is missing.
         scores: s in (0, 1), power 2: keys are candidates from an estimated leverage score of `(1 - s) eps` on. With
-            probability `1 - failure` no candidate is missing for any query, also for one chosen to break the sketch:
-            none with an entry >= eps. Alone it changes no value, and the answer is the exact one.
+            probability `1 - failure` no entry >= eps is missing, also for queries chosen to break the sketch. Alone it
+            changes no value.
         numerators: a in (0, 1), power 2: for each pair of a query and a candidate, with probability `1 - failure`,
             `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, where t <= 1 is the leverage
             score of the key (beside `normalizers`: its estimate from the same sketch).
@@ -68,13 +68,12 @@ class Sketched:
     The numbers of rows and columns follow from the errors by proved bounds (projections.py). A sketch that would be no
     smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`, n C in place
     of n D products of D numbers for the scores, m in place of D products for a pair of query and candidate.
-    docs/levattention.md says when this is faster.
 
     Raises:
         TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
 
-    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; statements and constants are derived in
-    fewkeys/papers/levattention/sketched.py.
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; fewkeys/papers/levattention/sketched.py
+    derives statements and constants.
     """
 
     normalizers: float | None = None
@@ -84,11 +83,10 @@ class Sketched:
     projection: str = "gaussian"
 
     def __post_init__(self) -> None:
-        errors = {name: getattr(self, name) for name in ("normalizers", "scores", "numerators")}
-        for name, value in errors.items():
-            if value is not None:
+        for name in ("normalizers", "scores", "numerators"):
+            if (value := getattr(self, name)) is not None:
                 check_real(f"Sketched {name}", value, above=0.0, below=1.0)
-        if all(value is None for value in errors.values()):
+        if self.normalizers is None and self.scores is None and self.numerators is None:
             raise ValueError("Sketched: expected an error for normalizers, scores or numerators, got none; give one")
         check_real("Sketched failure", self.failure, above=0.0, below=1.0)
         if self.projection not in PROJECTIONS:
@@ -120,10 +118,10 @@ def sketched_parts(
     """Normalisers, the indices of the candidates, and numerators (None: exact ones), for one head of `heads`."""
     delta = sketch.failure / heads
     form = _form(sketch, queries, keys, even_degree(power), delta, generator)
-    if sketch.scores is not None:
-        chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
-    else:
+    if sketch.scores is None:
         chosen = candidates(keys, form, eps, power)
+    else:
+        chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
     numerators = None if sketch.numerators is None else _numerators(keys, form, chosen, sketch, generator)
     return form, chosen, numerators
 
@@ -149,7 +147,7 @@ def _form(
     rows = sketch_rows(sketch, queries, total, columns, delta)
     if rows == total:
         return exact_form(keys, degree)
-    blocks = keys.blocks(min(BLOCK, max(1, BLOCK_FEATURES // columns)), working(keys.key[:0]).dtype)
+    blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
     features = (tensor_features(part, degree) for part in blocks)
     return sketched_form(PROJECTIONS[sketch.projection].apply(features, total, rows, generator), total, degree)
 

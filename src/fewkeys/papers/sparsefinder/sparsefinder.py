@@ -23,9 +23,8 @@ from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
 from fewkeys.papers.sparsefinder.fitting import centroids, edges, gold_edges, joined, sample
 from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Grouping
-from fewkeys.papers.sparsefinder.settings import Settings, Shape, check_capture, split
 from fewkeys.papers.sparsefinder.space import Centroids, Edges, Fitted, Joined, Projection
-from fewkeys.papers.sparsefinder.train import learn
+from fewkeys.papers.sparsefinder.train import Settings, learn
 from fewkeys.plan import Plan
 from fewkeys.select import Selector
 
@@ -33,16 +32,32 @@ FORMAT = 2
 FILE = "sparsefinder.json"
 NAME = "Sparsefinder"
 
-Progress = Callable[[int, int, str], None]
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of the model. `kind`: "bidirectional", "causal" or "cross" (queries are other tokens than keys)."""
+
+    model: str
+    kind: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(capture: Capture) -> Shape:
+        """The shape of a captured model."""
+        same = all(c.query.shape[2] == c.key.shape[2] and c.query_mask is None for c in capture.calls(0))
+        kind = "causal" if capture.is_causal else "bidirectional" if same else "cross"
+        return Shape(capture.model_name, kind, capture.layers, capture.query_heads, capture.kv_heads, capture.head_dim)
 
 
 @dataclass(frozen=True, eq=False)
 class Sparsefinder:
     """Predicts which (query, key) pairs alpha-entmax heads will use.
 
-    For every layer and head, projections `q' = W^Q q` and `k' = W^K k` to r dimensions in which gold pairs are near:
-    the pairs to which alpha-entmax gives weight in a `Capture` of the model. Groupings then join queries and keys
-    there:
+    For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs are
+    near: those to which alpha-entmax gives weight in a `Capture` of the model. Groupings join queries and keys there:
 
         finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
         keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
@@ -53,10 +68,10 @@ class Sparsefinder:
     Args:
         shape: the model it was fitted on.
         settings: how it was fitted.
-        tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
-            in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
-            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids computed so far,
-            "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
+        tensors: of each layer l the projections "maps.l" (1 or 2, Hq, D, r), absent in the raw space; samples of
+            projected tokens "query.l", "key.l" (Hq, S, r) and of the ends of gold edges "gold-query.l", "gold-key.l"
+            (Hq, E, r); and the centroids computed so far, "centroids.l.count.rounds" (Hq, rounds count, r),
+            "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
     Source: Treviso, Gois, Fernandes, Fonseca, Martins, "Predicting Attention Sparsity in Transformers" (arXiv
@@ -85,26 +100,25 @@ class Sparsefinder:
         patience: int = 3,
         sample: int = 2048,
         directory: str | os.PathLike[str] | None = None,
-        progress: Progress | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
         seed: int = 0,
     ) -> Self:
-        """Learn the projections of every layer. The loss is in `fewkeys.papers.sparsefinder.loss`.
+        """Learn the projections of every layer. The loss is in `fewkeys.papers.sparsefinder.train`.
 
         Args:
-            capture: queries and keys of a model whose attention is alpha-entmax: `fk.capture(model, batches,
+            capture: of a model with alpha-entmax attention: `fk.capture(model, batches,
                 weights=fk.weights.Entmax(alpha))`. It may be causal, cross-attention or padded.
             rank: r.
             alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
-            margin, lr, epochs: of the hinge; of Adam; passes over the capture. Few sequences need more than 3 passes.
+            margin, lr, epochs: of the hinge; of Adam; passes over the capture.
             batch: sequences per step, at most; those of one step come from one batch of the capture.
-            validation: the share of the sequences, the last ones, that are only used to stop early: the maps kept are
-                those of the epoch whose loss on them is least. Another capture instead, or 0 for none.
+            validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
+                epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
-            sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets, and
-                four times as many gold edges.
-            directory: where finished layers are kept, so that an interrupted fit goes on with the next one; None:
-                nowhere.
+            sample: queries, and as many keys, of each head that are kept for fitting clusters and buckets, and four
+                times as many gold edges.
+            directory: where finished layers are kept, so that an interrupted fit goes on with the next one.
             progress: called as `progress(done, total, what)`.
             seed: of everything random.
 
@@ -115,10 +129,11 @@ class Sparsefinder:
         """
         fraction = 0.0 if isinstance(validation, Capture) else validation
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
-        check_capture(capture)
-        fitted_on, held_out = split(capture, validation)
+        _check_capture(capture)
+        fitted_on, held_out = _split(capture, validation)
         tensors: dict[str, Tensor] = {}
         losses = []
+        folder = None if directory is None else Path(directory)
         total = capture.layers * epochs * fitted_on.sequences
         for layer in range(capture.layers):
             passed = layer * epochs * fitted_on.sequences
@@ -129,7 +144,6 @@ class Sparsefinder:
                 if progress is not None:
                     progress(passed, total, f"layer {layer + 1} of {capture.layers}")
 
-            folder = None if directory is None else Path(directory)
             tensors[f"maps.{layer}"], record = learn(fitted_on, held_out, layer, settings, folder, done)
             losses.append(asdict(record))
             _sample_into(tensors, fitted_on, layer, settings)
@@ -140,11 +154,11 @@ class Sparsefinder:
     @classmethod
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
-        """The same groupings on queries and keys as they are, without projection: the control for learned spaces.
+        """Groupings of queries and keys as they are: the control for learned spaces.
 
         Clusters and bucket edges are still fitted, on the `sample`.
         """
-        check_capture(capture)
+        _check_capture(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
@@ -165,18 +179,17 @@ class Sparsefinder:
         return Projection(maps[0], maps[-1])
 
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
-        """Centroids of a layer by k-means (scikit-learn) on the sample, `count` for each head and round.
+        """`count` centroids for each head and round of a layer, by k-means (scikit-learn) on queries and keys together.
 
-        Of queries and keys together. Computed at the first call and kept, also by `save_pretrained`.
+        Computed at the first call and kept, also by `save_pretrained`.
         """
         return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
 
     def joined(self, layer: int, count: int, lift: float) -> Joined:
         """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
         clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
-        names = ("query", "key", "gold-query", "gold-key")
-        rows = [self.tensors[f"{name}.{layer}"] for name in names]
-        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), lift)
+        query, key, *ends = (self.tensors[f"{name}.{layer}"] for name in ("query", "key", "gold-query", "gold-key"))
+        return joined(query, key, (ends[0], ends[1]), (clusters[0], clusters[1]), lift)
 
     def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
         self._check_layer(layer)
@@ -187,12 +200,12 @@ class Sparsefinder:
         return self.tensors[name]
 
     def edges(self, layer: int, beta: int) -> Edges:
-        """The edges between `beta` buckets of equal size in the sample of a layer, for every head and dimension."""
+        """The edges between `beta` buckets of equal size, in the sample of a layer, for every head and dimension."""
         self._check_layer(layer)
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
-        """`grouping` in the space of a layer: the edges that it predicts, a selector, which `|` unites with others.
+        """The selector of the edges that `grouping` predicts in the space of a layer.
 
         head: for a key head alone; None: for all heads.
         """
@@ -226,12 +239,10 @@ class Sparsefinder:
 
         weights: default `Entmax(alpha)` of the fit.
         """
-        layers = []
-        for layer in range(self.shape.layers):
-            selector: Selector = self.selector(layer, grouping)
-            rule = Entmax(self.settings.alpha) if weights is None else weights
-            layers.append((Plan(selector if keep is None else selector | keep, weights=rule),) * self.shape.kv_heads)
-        return ModelPlan(tuple(layers), {"sparsefinder": self.shape.model})
+        weights = Entmax(self.settings.alpha) if weights is None else weights
+        selectors = [self.selector(layer, grouping) for layer in range(self.shape.layers)]
+        plans = [Plan(rule if keep is None else rule | keep, weights=weights) for rule in selectors]
+        return ModelPlan(tuple((plan,) * self.shape.kv_heads for plan in plans), {"sparsefinder": self.shape.model})
 
     def __str__(self) -> str:
         space = "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
@@ -252,8 +263,8 @@ class Sparsefinder:
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """The predictor saved in `directory`: the same bits.
 
-        Raises `ValueError` for another version, and if a file is missing, is damaged, or is not of the other: the
-        tensors are named after all bits of theirs and of the description.
+        Raises `ValueError` for another version, and if a file is missing or damaged, or tensors and description do not
+        belong together.
         """
         data = read_json(directory, FILE)
         where = Path(directory) / FILE
@@ -290,11 +301,44 @@ class _Description:
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
-    """What the fingerprint of the tensors is of besides: so that they belong to one description."""
+    """The kind in the fingerprint of the tensors, so that they belong to one description."""
     return f"{NAME} {json.dumps(facts, sort_keys=True)}"
 
 
+def _check_capture(capture: object) -> None:
+    """Refuse what is no capture, and models with a distance bias."""
+    if not isinstance(capture, Capture):
+        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if capture.biased:
+        raise ValueError(
+            "capture: expected scores of queries and keys alone, got a model with a distance bias, which predicted "
+            "graphs do not support; use fewkeys.tune"
+        )
+
+
+def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capture | None]:
+    """The sequences to learn from, and those that decide when to stop: another capture, or the last share of this."""
+    if isinstance(validation, Capture):
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales"):
+            if getattr(capture, name) != getattr(validation, name):
+                raise ValueError(
+                    f"validation: expected a capture of the same model, got {name} {getattr(validation, name)} against "
+                    f"{getattr(capture, name)}"
+                )
+        return capture, validation
+    if not validation:
+        return capture, None
+    last = capture.sequences - max(1, round(validation * capture.sequences))
+    if last <= 0:
+        raise ValueError(
+            f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
+            "or pass validation=0"
+        )
+    return capture.part(0, last), capture.part(last, capture.sequences)
+
+
 def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
+    """Add the projected samples of a layer."""
     samples = {
         "": sample(capture, layer, settings.sample, settings.seed),
         "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),

@@ -1,8 +1,8 @@
 """The point of a small polytope that is nearest to zero: the re-fit inside every value-aware solver.
 
-`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once. The method is Wolfe's (Finding the nearest point
-in a polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back
-to the boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
+`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once, by Wolfe's method (Finding the nearest point in a
+polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back to the
+boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Added to the Gram matrix of the active points, relative to its diagonal: duplicates then still factorise. It is the
-# rounding of the matrix itself; iterative refinement was tried on top and amplifies that rounding for thin polytopes.
 RIDGE = 1e-14
+"""Added to the Gram matrix of the active points, relative to its diagonal, so that duplicates factorise. It is the
+rounding of the matrix itself; iterative refinement would amplify that for thin polytopes."""
 
 
-def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None) -> Tensor:
+def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
     """Weights on the simplex whose combination of `points` has the smallest norm.
 
     Args:
         points: (R, S, d) float64, relative to the target (the target is zero).
         allowed: (R, S) bool, the points that may be used; at least one per row.
-        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero. Default: all on the
-            nearest point.
+        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero.
 
     Returns:
         (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or
-        when rounding stops the descent. Cost per row and step: one Cholesky factorisation of size min(S, d + 2), and
-        2 S d; there are about as many steps as points become active or inactive.
+        when rounding stops the descent. Cost per row and step, one for each point that becomes active or inactive: a
+        Cholesky factorisation of size min(S, d + 2), and 2 S d.
     """
     rows, count, _ = points.shape
-    size = points.square().sum(-1).masked_fill(~allowed, torch.inf)
-    if start is None:
-        start = torch.zeros_like(size).scatter(1, size.argmin(1, keepdim=True), 1.0)
-    scale = size.masked_fill(~allowed, 0.0).amax(1)
+    scale = points.square().sum(-1).masked_fill(~allowed, 0.0).amax(1)
     result, weights, active = start.clone(), start, start > 0
     todo = all_rows = torch.arange(rows, device=points.device)
     finished = torch.zeros_like(todo, dtype=torch.bool)

@@ -1,7 +1,6 @@
 """The search for the r values to combine, for `value_aware` where no exact method is known.
 
-All solvers work on the rows of one head. A `Fit` has r slots per row, each with an index and a weight. Its weights are
-always the best for its indices (`refit`), so solvers only choose indices.
+All solvers work on the rows of one head and choose only the indices of a `Fit`: `refit` finds the best weights.
 """
 
 from __future__ import annotations

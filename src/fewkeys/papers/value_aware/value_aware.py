@@ -1,4 +1,4 @@
-"""The r weights per row with the least output error, chosen with knowledge of the values."""
+"""The r weights per row that are best without knowledge of the values, and with it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,41 @@ SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
 }
 BLOCK = 4_000_000
 """The most float64 numbers in the largest tensors of one block of rows."""
+
+
+def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "projected"] = "renormalised") -> Tensor:
+    """The r largest weights of every row, put back on the simplex.
+
+    Args:
+        weights: (..., N), non-negative rows that sum to one (attention weights).
+        r: largest number of nonzeros per row, at least 1.
+        form: "renormalised": `b_j = a_j / sum_S a`, which keeps proportions. "projected":
+            `b_j = a_j + (1 - sum_S a) / |S|`, the Euclidean projection onto the simplex over S, which is the l2-best
+            approximation of the row with at most r entries.
+
+    Returns:
+        (..., N) with at most r nonzeros per row; rows sum to one (rows of zeros stay zero). Cost O(N log r) per row.
+
+    Raises:
+        TypeError, ValueError: malformed weights, r < 1, unknown form.
+
+    Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3.
+    """
+    check_count("r", r)
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.ndim < 1:
+        raise TypeError(f"weights: expected a floating tensor (..., N), got {type(weights).__name__}")
+    if form not in ("renormalised", "projected"):
+        raise ValueError(f"form: expected 'renormalised' or 'projected', got {form!r}")
+    top = weights.topk(min(r, weights.shape[-1]), -1)
+    values = top.values
+    total = values.sum(-1, keepdim=True)
+    if form == "renormalised":
+        values = values / torch.where(total > 0, total, 1.0)
+    else:
+        positive = values > 0
+        added = (1 - total) / positive.sum(-1, keepdim=True).clamp_min(1)
+        values = torch.where(positive, values + added, values)
+    return torch.zeros_like(weights).scatter(-1, top.indices, values)
 
 
 def value_aware(
