@@ -176,7 +176,7 @@ def test_against_brute_force():
             assert (actual >= best - 1e-9).all()  # nothing beats brute force
             gaps[method].append(float(actual.mean() / best.mean()))
         top = supports.oblivious(rows_of(weights, values), r)
-        gaps["top r"].append(float(top.value.sqrt().mean() / best.mean()))
+        gaps["top r"].append(float(top.error.sqrt().mean() / best.mean()))
     mean = {name: sum(ratios) / len(ratios) for name, ratios in gaps.items()}
     assert mean["auto"] <= 1.05
     # Choosing the values earns something over the largest weights, even with these re-fitted.

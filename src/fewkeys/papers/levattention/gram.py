@@ -41,9 +41,9 @@ MARGIN = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
+    """The normalisers `phi(q)^T G phi(q)`, or if `factored` `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
 
-    `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, and not of a sketch of them.
+    `matrix`: G or F. `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, not of a sketch.
     """
 
     matrix: Tensor
@@ -74,7 +74,7 @@ def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
 
 
 def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
-    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys; as a matrix if smaller."""
+    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys, by F or by `F^T F`."""
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
     if degree > 1 and sketch.shape[0] < columns:

@@ -148,22 +148,22 @@ def _answer(
     """
     form, chosen, numerators = parts
     unit, start = torch.finfo(torch.float64).eps, 0
-    right = keys.rows(chosen) if numerators is None else numerators.key
+    key_rows = keys.rows(chosen) if numerators is None else numerators.key
     direct = (query != 0).any(-1)
     for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
         norm, ratio = form(part)
         # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
         doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
-        sure = (norm > 0) & (doubt <= TRUST)
-        left = part if numerators is None else part @ numerators.query
-        weight = raised(left @ right.mT, power)
-        least = torch.where(sure, eps * (1 - 4 * doubt) * norm, torch.inf)
+        trusted = (norm > 0) & (doubt <= TRUST)
+        query_rows = part if numerators is None else part @ numerators.query
+        weight = raised(query_rows @ key_rows.mT, power)
+        least = torch.where(trusted, eps * (1 - 4 * doubt) * norm, torch.inf)
         row, column = (weight >= least.unsqueeze(-1)).nonzero(as_tuple=True)
         value = weight[row, column] / norm[row]
         if form.exact and numerators is None:
-            sure[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
-        direct[start : start + part.shape[0]] &= ~sure
-        kept = sure[row] & (value >= eps)
+            trusted[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
+        direct[start : start + part.shape[0]] &= ~trusted
+        kept = trusted[row] & (value >= eps)
         yield row[kept] + start, chosen[column[kept]], value[kept]
         start += part.shape[0]
     rows = direct.nonzero().squeeze(-1)

@@ -4,7 +4,7 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
-  with such scores >= eps have all estimated entries >= eps, and `K^T K` is not needed.
+  with such scores >= eps have all estimated entries >= eps.
 - *Scores.* With `R^T R = F^T F` the score above is `|R^-T k_j|^2 = sup_y <k_j, y>^2 / |F y|^2`. If
   `|F y|^2 <= (1 + f) |K y|^2` for all y, it is at least the leverage score over `1 + f`. The lengths of the rows
   `R^-T k_j` are estimated from C random combinations of their D numbers. By the lower tail of chi-squared an estimate
@@ -17,8 +17,7 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
   the root of an entry is off by at most a times the root of the key's score. Without the change of basis the error
   would be in units of `|q_i| |k_j|`, which no normaliser bounds.
 
-Queries in directions with hardly any keys, whose normalisers may have large rounding errors, are answered from all
-scores (search.py), so that the statements hold for all queries.
+Queries that are not trusted (gram.py) are answered from all scores, so that the statements hold for all queries.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 class Sketched:
     """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
 
-    Write A~ for the values returned. An entry is returned if its A~ is at least eps and its key is a candidate.
+    Returned are the entries of candidates with an estimate A~ of at least eps.
 
     Args:
         normalizers: e in (0, 1), any even power: with probability `1 - failure`, for all queries of the call,
@@ -61,11 +60,11 @@ class Sketched:
             changes no value.
         numerators: a in (0, 1), power 2: for each pair of a query and a candidate, with probability `1 - failure`,
             `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, where t <= 1 is the leverage
-            score of the key (beside `normalizers`: its estimate from the same sketch).
+            score of the key (beside `normalizers`: its estimate).
         failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
         projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    The numbers of rows and columns follow from the errors by proved bounds (projections.py). A sketch that would be no
+    The sizes of the sketches follow from the errors by proved bounds (projections.py). A sketch that would be no
     smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`, n C in place
     of n D products of D numbers for the scores, m in place of D products for a pair of query and candidate.
 
@@ -122,8 +121,9 @@ def sketched_parts(
         chosen = candidates(keys, form, eps, power)
     else:
         chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
-    numerators = None if sketch.numerators is None else _numerators(keys, form, chosen, sketch, generator)
-    return form, chosen, numerators
+    if sketch.numerators is None:
+        return form, chosen, None
+    return form, chosen, _numerators(keys, form, chosen, sketch.numerators, sketch.failure, generator)
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
@@ -172,10 +172,10 @@ def _candidates(
 
 
 def _numerators(
-    keys: ScaledKeys, form: Normaliser, chosen: Tensor, sketch: Sketched, generator: torch.Generator
+    keys: ScaledKeys, form: Normaliser, chosen: Tensor, error: float, failure: float, generator: torch.Generator
 ) -> Numerators | None:
     """Both factors of all scores after one CountSketch of the coordinates; None if it would have D sums or more."""
-    columns = math.ceil(2.2 / (sketch.failure * (sketch.numerators or 1.0) ** 2))  # 2.2: the ridge adds up to 4 %
+    columns = math.ceil(2.2 / (failure * error**2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None
     change = basis(form)

@@ -66,8 +66,7 @@ def score_graphs(
 ) -> dict[str, GraphScores]:
     """Compare the edges of each selector with `EntmaxSupport(alpha)` in one layer of a capture.
 
-    Each sequence runs alone and without its padding. `seed`: for random selectors. Cost O(n^2 D), memory O(n^2) of
-    one sequence.
+    Each sequence runs alone, without its padding. `seed`: for random selectors. Cost O(n^2 D), memory O(n^2).
     """
     total: dict[str, list[Tensor]] = {name: [] for name in selectors}
     for call in capture.calls(layer):

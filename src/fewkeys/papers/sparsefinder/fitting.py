@@ -1,8 +1,9 @@
-"""Fitting groupings to a space: centroids of clusters and edges of buckets."""
+"""What groupings learn of a space: centroids of clusters, which of them are joined, and edges of buckets."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fewkeys.captures.capture import Capture
-from fewkeys.papers.sparsefinder.space import Centroids, Edges, Joined, nearest
+from fewkeys.papers.sparsefinder.space import Edges, Joined, nearest
 from fewkeys.papers.sparsefinder.train import generator, gold_graph, pieces
 from fewkeys.tuning.score import problem_of
 
@@ -67,28 +68,28 @@ class _Sample:
         return self._rows[:, : int((self._number >= 0).sum(-1).min())]
 
 
-def joined(
-    query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], lift: float
-) -> Joined:
-    """The pairs of clusters (H, C, r) to join, from samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
+def joined(tokens: Sequence[Tensor], ends: Sequence[Tensor], clusters: Sequence[Tensor], lift: float) -> Joined:
+    """The pairs of clusters to join, from samples of tokens and of the ends of gold edges.
+
+    Each of queries and of keys: tokens (H, S, r), ends (H, E, r), clusters (H, C, r).
+    """
     heads, count, _ = clusters[0].shape
 
-    def labels(rows: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """The clusters (H, n) of queries and of keys."""
+    def labels(rows: Sequence[Tensor]) -> list[Tensor]:
         return [nearest(part[None], places)[0, ..., 0] for part, places in zip(rows, clusters, strict=True)]
 
-    ends = labels(edges)
-    cell = ends[0] * count + ends[1]
+    from_cluster, to_cluster = labels(ends)
+    cell = from_cluster * count + to_cluster
     gold = torch.zeros(heads, count * count, dtype=torch.float64)
     gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
-    shares = [one_hot(label, count).double().mean(1) for label in labels((query, key))]
+    shares = [one_hot(label, count).double().mean(1) for label in labels(tokens)]
     expected = (shares[0].unsqueeze(2) * shares[1].unsqueeze(1)).flatten(1)
     lifts = gold / expected.clamp_min(1e-12)
     pairs = (lifts >= lift) | (lifts >= (1 - 1e-9) * lifts.amax(1, keepdim=True))  # of equal ones all, up to rounding
-    return Joined(*clusters, pairs.view(heads, count, count))
+    return Joined(clusters[0], clusters[1], pairs.view(heads, count, count))
 
 
-def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
+def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Tensor:
     """k-means of rows (H, S, r), head by head, with another seed for each round, on one thread for the same bits."""
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError("sklearn is needed for clusters and is not installed; pip install 'fewkeys[train]'")
@@ -105,11 +106,10 @@ def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
             seeds = [(seed + number) % 2**32 for number in range(rounds)]
             fits = [KMeans(count, n_init=1, random_state=state).fit(tokens) for state in seeds]
             heads.append(torch.cat([torch.from_numpy(fit.cluster_centers_) for fit in fits]))
-    return Centroids(torch.stack(heads).float())
+    return torch.stack(heads).float()
 
 
 def edges(query: Tensor, key: Tensor, beta: int) -> Edges:
     """The quantiles 1 / beta .. (beta - 1) / beta of every dimension of queries and of keys (H, S, r)."""
     at = torch.linspace(0, 1, beta + 1, dtype=torch.float64)[1:-1]
-    quantiles = [rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)]
-    return Edges(quantiles[0], quantiles[1])
+    return Edges(*(rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)))

@@ -2,7 +2,7 @@
 
 Keys are sorted by group once, and the queries of each chunk likewise: a group's queries times all its keys is one small
 matrix product. Put back into the order of the queries, the products of one membership are a stretch of every row of
-scores. So rows have the form that all other sources have, and statistics of whole rows need nothing special.
+scores, as from all other sources.
 
 An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that is
 also in the band or a list belongs there.
@@ -58,7 +58,7 @@ class GroupedKeys(Kept):
         self.owner = owner.split(self.sizes)
         self.row = owner // (x.gqa_ratio * x.keys) * x.keys + owner % x.keys  # of the key heads' keys, flat
         self.key_groups = key.flatten(0, 2).unbind(-1)
-        self.overlaps = [[_overlap(one, other) for other in key.unbind(-1)] for one in query.unbind(-1)]
+        self.overlaps = [[_overlap(ids, key_ids) for key_ids in key.unbind(-1)] for ids in query.unbind(-1)]
         self.key, self.value = (self._by_group(rows.flatten(0, 1)) for rows in (x.key, x.value))
         self._latest: tuple[Chunk, list[Stretch]] | None = None
 

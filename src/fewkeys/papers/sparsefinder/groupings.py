@@ -1,7 +1,6 @@
-"""Selectors that join queries and keys of one space: by distance, by shared buckets, by shared clusters.
+"""Selectors that join queries and keys of one space: by distance, buckets, clusters, clusters of blocks.
 
-Each takes queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space of `project`; `fitted` is what was learned of
-that space before. `Sparsefinder.selector` sets both. Source: Sparsefinder (arXiv 2109.12188), section 3.3.
+Source: Sparsefinder (arXiv 2109.12188), section 3.3; section 5 and appendix for blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Grouping(Selector, ABC, listed=False):
 
     Args:
         project: the space, of as many query heads as the layer has; None: q and k as they are.
-        fitted: what the rule learned of the space; None: nothing yet, so that most rules can only be given to
-            `Sparsefinder.selector`.
+        fitted: what the rule learned of the space. `Sparsefinder.selector` sets both.
     """
 
     project: Projection | None = field(default=None, kw_only=True)
@@ -110,11 +108,7 @@ class Grouping(Selector, ABC, listed=False):
 
 @dataclass(frozen=True)
 class Distance(Grouping):
-    """(i, j) is an edge when `|q'_i - k'_j| <= t`.
-
-    Compares every pair: O(n^2 r), and the graph has a list per query. It bounds what the space can give, and saves no
-    time.
-    """
+    """(i, j) is an edge when `|q'_i - k'_j| <= t`. Cost O(n^2 r): a bound on what the space can give."""
 
     t: float
     is_oracle: ClassVar[bool] = True
@@ -142,11 +136,9 @@ class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
     kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; bucket b of queries is joined to bucket b of keys. Ranks depend on the whole sequence, so causal and
-    cross-attention use `fitted` quantiles instead. kind "uniform": `floor(beta (tanh(x) + 1) / 2)`, which depends on no
-    other token.
-
-    Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
+    do the keys. Ranks depend on the whole sequence, so causal and cross-attention use `fitted` quantiles instead. kind
+    "uniform": `floor(beta (tanh(x) + 1) / 2)`. Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of
+    the pairs are edges.
     """
 
     beta: int
@@ -189,9 +181,9 @@ class Buckets(Grouping):
 class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
-    `count` centroids per head are fitted by k-means on queries and keys together. With `rounds` > 1 there are that
-    many sets, from different seeds, and the edges are the union. Cost O(n count r rounds) to choose; a share of about
-    `rounds top^2 / count` of the pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
+    `count` centroids per head are fitted by k-means on queries and keys together. The edges are the union over `rounds`
+    such sets, from different seeds. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` of the
+    pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -230,11 +222,10 @@ class Clusters(Grouping):
 class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
-    Queries have `count` clusters, and keys have `count` others. On the captured text, each head counts the share of
-    gold edges between clusters a and b, and the share of all pairs of tokens between them. Clusters are joined if the
-    first share is at least `lift` times the second; the pair with the largest ratio is always joined. So gold edges
-    need not be near if they are regular: keys that all queries attend to are joined to all clusters of queries. One
-    lift for all heads gives the largest mean recall for the mean number of edges. Cost O(n count r) to choose.
+    Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
+    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio is
+    always joined. So gold edges need not be near if they are regular: keys that all queries attend to are joined to all
+    clusters of queries. Cost O(n count r) to choose.
 
     Ours, not the paper's, where a query is joined to the keys of its own cluster.
     """
@@ -270,14 +261,12 @@ class BlockClusters(Selector):
 
     Blocks have `size` positions, a power of two, and are represented by the mean of their projected real tokens. A
     cluster has the `top` query blocks and the `top` key blocks nearest to its centroid: of all blocks (the paper's
-    version 1), or with `inside` of those for which it is the nearest centroid (version 2). A window of `window` blocks,
-    an odd number with the query's block in the middle, is added as in BigBird; the clusters replace BigBird's random
-    blocks. `project`: the space in which `centroids` were fitted; None: q and k as they are.
+    version 1), or with `inside` of those for which it is the nearest centroid (version 2). They take the place of
+    BigBird's random blocks, beside its window of `window` blocks, an odd number with the query's block in the middle.
+    `project`: the space in which `centroids` were fitted; None: q and k as they are.
 
     Not causal: a block's mean has all its tokens, and later blocks compete for the centroid. No randomness. Cost
     O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
-
-    Source: Treviso et al., Sparsefinder (arXiv 2109.12188), section 5 and appendix, the block versions.
     """
 
     size: int
@@ -288,12 +277,13 @@ class BlockClusters(Selector):
     window: int = 3
 
     def __post_init__(self) -> None:
-        RecentBlocks(check_count("BlockClusters size", self.size))
+        RecentBlocks(check_count("BlockClusters size", self.size))  # refuses what is no power of two
         check_count("BlockClusters top", self.top)
         if check_count("BlockClusters window", self.window) % 2 == 0:
             raise ValueError(f"BlockClusters window: expected an odd number of blocks, got {self.window}; add one")
-        if self.centroids is None:
-            raise TypeError("centroids: expected Centroids, got None; fit them on captured queries and keys")
+        if not isinstance(self.centroids, Centroids):
+            got = None if self.centroids is None else type(self.centroids).__name__
+            raise TypeError(f"centroids: expected Centroids, got {got}; fit them on captured queries and keys")
         check_space(self.project, self.centroids)
 
     @property
@@ -301,7 +291,7 @@ class BlockClusters(Selector):
         return False
 
     @property
-    def _near(self) -> RecentBlocks:
+    def _window(self) -> RecentBlocks:
         return RecentBlocks(self.size, self.window // 2 + 1)
 
     def select(self, inputs: Inputs) -> Graph:
@@ -310,7 +300,7 @@ class BlockClusters(Selector):
         (centroids,) = self.centroids.for_rows(query)
         query = self._ids(query, x.valid_queries, x.offset, centroids)
         key = self._ids(key, x.valid, 0, centroids)
-        return self._near.select(x) | Graph(x, extra=Groups(query, key, self.centroids.size))
+        return self._window.select(x) | Graph(x, extra=Groups(query, key, self.centroids.size))
 
     def _ids(self, rows: Tensor, real: Tensor | None, offset: int, centroids: Tensor) -> Tensor:
         """The ids (B, Hq, N, M) of rows (B, Hq, N, r) whose first one stands at `offset`."""
@@ -328,7 +318,7 @@ class BlockClusters(Selector):
         return member_ids(nearest_members(near, count > 0, self.top))[:, :, block]
 
     def covers(self, inputs: Inputs) -> bool:
-        return self._near.covers(inputs)
+        return self._window.covers(inputs)
 
     def work(self, inputs: Inputs) -> Work:
         # A query block is in top centroids / blocks clusters on average.
@@ -367,9 +357,9 @@ def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
 
 
 def nearest_members(near: Tensor, real: Tensor | None, count: int | Tensor) -> Tensor:
-    """Whether a row is among the `count` real rows that are nearest to a group: bool (B, H, N, C).
+    """Whether a row is among the `count` real rows with the largest `near` of a group: bool (B, H, N, C).
 
-    `near` (B, H, N, C), the larger the nearer; `real` (B, N); `count` a number, or one for each sequence (B,).
+    `near` (B, H, N, C); `real` (B, N); `count` a number, or one for each sequence (B,).
     """
     if real is not None:
         near = near.masked_fill(~real[:, None, :, None], -torch.inf)

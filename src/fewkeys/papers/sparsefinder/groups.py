@@ -24,7 +24,7 @@ class Groups:
     """Query i and key j are an edge when they share a group; sharing several counts once.
 
     `query` (B, Hq, Nq, Mq) and `key` (B, Hq, Nk, Mk), int64: the groups, 0 .. count - 1, of every query and of every
-    key, -1 for none. Keys have groups for every *query* head, also where query heads share the keys themselves.
+    key, -1 for none. Keys have groups for every *query* head.
     """
 
     query: Tensor
@@ -66,12 +66,9 @@ class Groups:
 
     def __or__(self, other: Groups) -> Groups:
         """Edges of either: the ids of `other` are shifted behind those of this one."""
-
-        def shifted(ids: Tensor) -> Tensor:
-            return torch.where(ids < 0, ids, ids + self.count)
-
-        query = torch.cat([self.query, shifted(other.query)], -1)
-        return Groups(query, torch.cat([self.key, shifted(other.key)], -1), self.count + other.count)
+        query, key = (torch.where(ids < 0, ids, ids + self.count) for ids in (other.query, other.key))
+        count = self.count + other.count
+        return Groups(torch.cat([self.query, query], -1), torch.cat([self.key, key], -1), count)
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Whether queries start .. stop - 1 share a group with each key: bool (B, Hq, stop - start, Nk)."""

@@ -37,7 +37,7 @@ class Fitted(Learned, listed=False):
     """Values of every query head that were learned in a space."""
 
     rank_axis: ClassVar[int] = 2
-    """The axis of the tensors that holds the r dimensions of the space; the other one of 1 and 2 holds the values."""
+    """The axis of the r dimensions of the space; the other one of 1 and 2 has the values of a head."""
 
     @property
     def rank(self) -> int:
@@ -54,7 +54,7 @@ class Fitted(Learned, listed=False):
         return next(iter(self.tensors.values()))
 
     def check(self, heads: int, rank: int, like: str = "") -> None:
-        """Raise `ValueError` unless the values are of this many heads (or one for all) in this many dimensions."""
+        """Refuse values of other heads (one may stand for all) or dimensions."""
         if self._first.shape[0] not in (1, heads) or self.rank != rank:
             raise ValueError(
                 f"fitted: expected values of {heads} query heads in {rank} dimensions{like}, got {self}; use them in "
@@ -62,7 +62,7 @@ class Fitted(Learned, listed=False):
             )
 
     def for_rows(self, rows: Tensor) -> list[Tensor]:
-        """The tensors in dtype and device of rows (B, Hq, N, r); `ValueError` where heads or dimensions differ."""
+        """The tensors in dtype and device of rows (B, Hq, N, r), whose heads and dimensions they must have."""
         self.check(rows.shape[1], rows.shape[3])
         return [tensor.detach().to(rows) for tensor in self.tensors.values()]
 

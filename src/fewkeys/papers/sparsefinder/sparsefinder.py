@@ -57,7 +57,7 @@ class Sparsefinder:
     """Predicts which (query, key) pairs alpha-entmax heads will use.
 
     For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs are
-    near: those to which alpha-entmax gives weight in a `Capture` of the model. Groupings join queries and keys there:
+    near, those to which the model's entmax gives weight. Groupings join queries and keys there:
 
         finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
         keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
@@ -103,7 +103,7 @@ class Sparsefinder:
         progress: Callable[[int, int, str], None] | None = None,
         seed: int = 0,
     ) -> Self:
-        """Learn the projections of every layer. The loss is in `fewkeys.papers.sparsefinder.train`.
+        """Learn the projections of every layer, by the loss in `fewkeys.papers.sparsefinder.train`.
 
         Args:
             capture: of a model with alpha-entmax attention: `fk.capture(model, batches,
@@ -112,15 +112,14 @@ class Sparsefinder:
             alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
             margin, lr, epochs: of the hinge; of Adam; passes over the capture.
-            batch: sequences per step, at most; those of one step come from one batch of the capture.
+            batch: the most sequences per step; those of one step come from one batch of the capture.
             validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
                 epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
-            sample: queries, and as many keys, of each head that are kept for fitting clusters and buckets, and four
-                times as many gold edges.
-            directory: where finished layers are kept, so that an interrupted fit goes on with the next one.
+            sample: queries, and as many keys, of each head that clusters and buckets are fitted on; gold edges are
+                four times as many.
+            directory: keeps finished layers, so that an interrupted fit goes on with the next one.
             progress: called as `progress(done, total, what)`.
-            seed: of everything random.
 
         Raises:
             TypeError, ValueError: malformed arguments, naming them.
@@ -131,24 +130,23 @@ class Sparsefinder:
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
         _check_capture(capture)
         fitted_on, held_out = _split(capture, validation)
+        folder = None if directory is None else Path(directory)
+        report = progress or (lambda done, total, what: None)
+        total = capture.layers * epochs * fitted_on.sequences
         tensors: dict[str, Tensor] = {}
         losses = []
-        folder = None if directory is None else Path(directory)
-        total = capture.layers * epochs * fitted_on.sequences
         for layer in range(capture.layers):
             passed = layer * epochs * fitted_on.sequences
 
             def done(sequences: int, layer: int = layer) -> None:
                 nonlocal passed
                 passed += sequences
-                if progress is not None:
-                    progress(passed, total, f"layer {layer + 1} of {capture.layers}")
+                report(passed, total, f"layer {layer + 1} of {capture.layers}")
 
-            tensors[f"maps.{layer}"], record = learn(fitted_on, held_out, layer, settings, folder, done)
+            maps, record = learn(fitted_on, held_out, layer, settings, folder, done)
             losses.append(asdict(record))
-            _sample_into(tensors, fitted_on, layer, settings)
-        if progress is not None:
-            progress(total, total, "done")
+            tensors |= {f"maps.{layer}": maps, **_samples(fitted_on, layer, settings, maps)}
+        report(total, total, "done")
         return cls(Shape.of(capture), settings, tensors, {"layers": losses})
 
     @classmethod
@@ -162,7 +160,7 @@ class Sparsefinder:
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
-            _sample_into(tensors, capture, layer, settings)
+            tensors |= _samples(capture, layer, settings)
         return cls(Shape.of(capture), settings, tensors)
 
     @property
@@ -172,7 +170,7 @@ class Sparsefinder:
 
     def projection(self, layer: int) -> Projection | None:
         """The space of a layer, None for queries and keys as they are; for every selector with a `project`."""
-        self._check_layer(layer)
+        _check_index("layer", layer, self.shape.layers)
         if self.is_raw:
             return None
         maps = self.tensors[f"maps.{layer}"]
@@ -188,20 +186,20 @@ class Sparsefinder:
     def joined(self, layer: int, count: int, lift: float) -> Joined:
         """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
         clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
-        query, key, *ends = (self.tensors[f"{name}.{layer}"] for name in ("query", "key", "gold-query", "gold-key"))
-        return joined(query, key, (ends[0], ends[1]), (clusters[0], clusters[1]), lift)
+        tokens, ends = ([self.tensors[f"{kind}{side}.{layer}"] for side in ("query", "key")] for kind in ("", "gold-"))
+        return joined(tokens, ends, clusters, lift)
 
     def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
-        self._check_layer(layer)
+        _check_index("layer", layer, self.shape.layers)
         name = f"{name}.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
         if name not in self.tensors:
             rows = torch.cat([self.tensors[f"{side}.{layer}"] for side in sides], 1)
-            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed).place
+            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed)
         return self.tensors[name]
 
     def edges(self, layer: int, beta: int) -> Edges:
         """The edges between `beta` buckets of equal size, in the sample of a layer, for every head and dimension."""
-        self._check_layer(layer)
+        _check_index("layer", layer, self.shape.layers)
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
@@ -213,10 +211,10 @@ class Sparsefinder:
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
             )
-        heads, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
+        heads = slice(None)
         if head is not None:
-            if isinstance(head, bool) or head not in range(self.shape.kv_heads):
-                raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
+            _check_index("head", head, self.shape.kv_heads)
+            gqa_ratio = self.shape.query_heads // self.shape.kv_heads
             heads = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
         project, fitted = self.projection(layer), self._fitted(layer, grouping)
         if project is not None:
@@ -248,10 +246,6 @@ class Sparsefinder:
         space = "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
         shape = self.shape
         return f"Sparsefinder of {shape.layers} layers of {shape.query_heads} heads ({shape.kind}), {space}"
-
-    def _check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or layer not in range(self.shape.layers):
-            raise ValueError(f"layer: expected an integer from 0 to {self.shape.layers - 1}, got {layer!r}")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `sparsefinder.json` and its tensors into `directory` (made if missing); never a half-written file."""
@@ -300,6 +294,11 @@ class _Description:
     tensors: str
 
 
+def _check_index(name: str, index: int, count: int) -> None:
+    if isinstance(index, bool) or index not in range(count):
+        raise ValueError(f"{name}: expected an integer from 0 to {count - 1}, got {index!r}")
+
+
 def _kind(facts: Mapping[str, Any]) -> str:
     """The kind in the fingerprint of the tensors, so that they belong to one description."""
     return f"{NAME} {json.dumps(facts, sort_keys=True)}"
@@ -337,13 +336,12 @@ def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capt
     return capture.part(0, last), capture.part(last, capture.sequences)
 
 
-def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
-    """Add the projected samples of a layer."""
-    samples = {
-        "": sample(capture, layer, settings.sample, settings.seed),
-        "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),
-    }
-    maps = tensors.get(f"maps.{layer}")
-    for name, (query, key) in samples.items():
+def _samples(capture: Capture, layer: int, settings: Settings, maps: Tensor | None = None) -> dict[str, Tensor]:
+    """The samples of a layer, projected by its maps."""
+    tokens = sample(capture, layer, settings.sample, settings.seed)
+    ends = gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed)
+    tensors = {}
+    for name, (query, key) in (("", tokens), ("gold-", ends)):
         tensors[f"{name}query.{layer}"] = (query if maps is None else query @ maps[0]).contiguous()
         tensors[f"{name}key.{layer}"] = (key if maps is None else key @ maps[-1]).contiguous()
+    return tensors

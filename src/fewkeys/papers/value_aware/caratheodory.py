@@ -30,22 +30,22 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     # About a third more groups than needed: a round then moves little memory, and rounds are few enough.
     target = limit + max(1, limit // 3)
     index = torch.arange(count, device=weights.device).expand(rows, count)
-    left = weights
+    remaining = weights
     while (n := index.shape[1]) > limit:
         size = max(1, min(-(-n // target), -(-n // limit) - 1))
         groups = -(-n // size)
         missing = groups * size - n
         index = torch.cat([index, index[:, :1].expand(rows, missing)], 1).view(rows, groups, size)
-        left = pad(left, (0, missing)).view(rows, groups, size)
-        mass = left.sum(-1)
+        remaining = pad(remaining, (0, missing)).view(rows, groups, size)
+        mass = remaining.sum(-1)
         divisor = torch.where(mass > 0, mass, 1.0)
-        means = (left[..., None] * points[index]).sum(-2) / divisor[..., None]
+        means = (remaining[..., None] * points[index]).sum(-2) / divisor[..., None]
         reduced = _reduce(mass, means)
         kept = reduced.topk(limit, -1).indices.sort(-1).values[..., None].expand(rows, limit, size)
-        left = (left * (reduced / divisor)[..., None]).gather(1, kept).flatten(1)
+        remaining = (remaining * (reduced / divisor)[..., None]).gather(1, kept).flatten(1)
         index = index.gather(1, kept).flatten(1)
     # Padding refers to a real point with weight zero, so weights are added, not written.
-    return torch.zeros_like(weights).scatter_add(1, index, left)
+    return torch.zeros_like(weights).scatter_add(1, index, remaining)
 
 
 def _reduce(weights: Tensor, points: Tensor) -> Tensor:

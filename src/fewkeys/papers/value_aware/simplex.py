@@ -37,9 +37,9 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
     solved = active.sum(1) < 2
     before = torch.full_like(scale, torch.inf)
     for _ in range(4 * count + 40):
-        here = (weights[:, None] @ points)[:, 0]
-        value = here.square().sum(1)
-        lowest, best = (points @ here[..., None])[..., 0].masked_fill(~allowed, torch.inf).min(1)
+        output = (weights[:, None] @ points)[:, 0]
+        value = output.square().sum(1)
+        lowest, best = (points @ output[..., None])[..., 0].masked_fill(~allowed, torch.inf).min(1)
         flat = value - lowest <= 1e-12 * value + 1e-30 * scale
         done = solved & (flat | (value >= before * (1 - 1e-13))) & ~finished
         result[todo[done]] = weights[done]
@@ -71,22 +71,16 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
 def plane(points: Tensor, active: Tensor) -> Tensor:
     """Weights of sum one, of either sign, on the active points, whose combination is nearest to zero: (R, S).
 
-    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. More than d + 2 active points are never needed;
-    the matrix is that small.
+    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. Of more than d + 2 points only as many are active.
     """
-    slots = min(points.shape[1], points.shape[2] + 2)
-    index = None
-    inner, used = points, active
+    slots = points.shape[2] + 2
     if slots < points.shape[1]:
         used, index = active.to(torch.int8).topk(slots, 1)
-        used = used.bool()
-        inner = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
-    factor = factorise(inner, used)
-    ones = used.to(points.dtype)[..., None]
-    unit = torch.cholesky_solve(ones, factor) * ones
-    total = unit.sum(1, keepdim=True)
-    weights = (unit / total)[..., 0]
-    return weights if index is None else torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
+        weights = plane(points.gather(1, index[..., None].expand(-1, -1, points.shape[2])), used.bool())
+        return torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
+    ones = active.to(points.dtype)[..., None]
+    unit = torch.cholesky_solve(ones, factorise(points, active)) * ones
+    return (unit / unit.sum(1, keepdim=True))[..., 0]
 
 
 def factorise(points: Tensor, active: Tensor) -> Tensor:
@@ -95,8 +89,7 @@ def factorise(points: Tensor, active: Tensor) -> Tensor:
     gram = inner @ inner.mT
     size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)
     size = torch.where(size > 0, size, 1.0)[:, None, None]
-    both = active[:, :, None] & active[:, None, :]
-    gram = gram / size + both
+    gram = gram / size + (active[:, :, None] & active[:, None, :])
     # A diagonal of ones away from the active points; a ridge that grows only for the rows that need it on them.
     plain = torch.where(active, RIDGE, 1.0)
     factor: Tensor
