@@ -112,11 +112,10 @@ PROJECTIONS: dict[str, Projection] = {"gaussian": Gaussian(), "hadamard": Hadama
 def hadamard(matrix: Tensor) -> Tensor:
     """`H X` for X (N, D), N a power of two and H the symmetric matrix of signs `(-1)^popcount(i & j)`; `H H = N I`."""
     size, done = matrix.shape[0], 1
+    pair = matrix.new_tensor([[1, 1], [1, -1]])
     while done < size:
         order = min(RADIX, size // done)
-        factor = matrix.new_ones(1, 1)
-        for _ in range(order.bit_length() - 1):
-            factor = torch.cat([torch.cat([factor, factor], 1), torch.cat([factor, -factor], 1)])
+        factor = reduce(torch.kron, [pair] * (order.bit_length() - 1))
         matrix = (factor @ matrix.reshape(size // (done * order), order, -1)).reshape(size, -1)
         done *= order
     return matrix

@@ -17,9 +17,9 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
-from fewkeys.papers.levattention.gram import TRUST, Normaliser, candidates, exact_form
+from fewkeys.papers.levattention.gram import TRUST, candidates, exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.papers.levattention.sketched import Numerators, Sketched, sketched_parts
+from fewkeys.papers.levattention.sketched import Parts, Sketched, sketched_parts
 from fewkeys.sketch.gram import power_of_two
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
 
@@ -114,13 +114,12 @@ def _collect(
             keys = ScaledKeys(inputs.key[batch, head, :real], power)
             rows = keys.queries(grouped[batch, head].flatten(0, 1))
             if sketch is None:
-                entries = _exactly(rows, keys, eps, power)
+                parts = _exact_parts(rows.shape[0], keys, eps, power)
             else:
                 parts = sketched_parts(sketch, rows.shape[0], heads, keys, eps, power, generator)
-                entries = _answer(rows, keys, eps, power, parts)
-            for row, column, value in entries:
-                line = (batch * inputs.kv_heads + head) * inputs.gqa_ratio * inputs.queries + row
-                places.append(line * inputs.keys + column)
+            first = (batch * inputs.kv_heads + head) * rows.shape[0]
+            for row, column, value in _entries(rows, keys, eps, power, parts):
+                places.append((first + row) * inputs.keys + column)
                 values.append(value)
     shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
@@ -129,23 +128,24 @@ def _collect(
     return HeavyEntries(torch.stack(torch.unravel_index(place, shape)), value, shape)
 
 
-def _exactly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, and the keys of one head, in no order."""
+def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
+    """The exact parts for one head; None where they would cost more than all scores."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
-    if 0 < columns <= MAX_WIDTH and 2 * query.shape[0] * size > columns**2 + size**2:
-        form = exact_form(keys, degree)
-        return _answer(query, keys, eps, power, (form, candidates(keys, form, eps, power), None))
-    return directly(query, keys, eps, power)
+    if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:
+        return None
+    form = exact_form(keys, degree)
+    return form, candidates(keys, form, eps, power), None
 
 
-def _answer(
-    query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: tuple[Normaliser, Tensor, Numerators | None]
-) -> Iterator[Entries]:
-    """The entries of trusted queries from normalisers, candidates and numerators (None: exact), the others directly.
+def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
+    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly.
 
     Where nothing is estimated, queries with a tie are answered directly as well.
     """
+    if parts is None:
+        yield from directly(query, keys, eps, power)
+        return
     form, chosen, numerators = parts
     unit, start = torch.finfo(torch.float64).eps, 0
     key_rows = keys.rows(chosen) if numerators is None else numerators.key

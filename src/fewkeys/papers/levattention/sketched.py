@@ -111,10 +111,14 @@ class Numerators:
     key: Tensor
 
 
+Parts = tuple[Normaliser, Tensor, Numerators | None]
+"""Normalisers, the indices of the candidates, and numerators (None: exact ones)."""
+
+
 def sketched_parts(
     sketch: Sketched, queries: int, heads: int, keys: ScaledKeys, eps: float, power: float, generator: torch.Generator
-) -> tuple[Normaliser, Tensor, Numerators | None]:
-    """Normalisers, the indices of the candidates, and numerators (None: exact ones), for one head of `heads`."""
+) -> Parts:
+    """The parts for one head of `heads`."""
     delta = sketch.failure / heads
     form = _form(sketch, queries, keys, even_degree(power), delta, generator)
     if sketch.scores is None:

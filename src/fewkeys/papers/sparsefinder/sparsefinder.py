@@ -131,7 +131,7 @@ class Sparsefinder:
         _check_capture(capture)
         fitted_on, held_out = _split(capture, validation)
         folder = None if directory is None else Path(directory)
-        report = progress or (lambda done, total, what: None)
+        report = progress or (lambda *_: None)
         total = capture.layers * epochs * fitted_on.sequences
         tensors: dict[str, Tensor] = {}
         losses = []
