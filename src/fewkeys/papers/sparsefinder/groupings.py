@@ -287,10 +287,6 @@ class BlockClusters(Selector):
         check_space(self.project, self.centroids)
 
     @property
-    def causal(self) -> bool:
-        return False
-
-    @property
     def _window(self) -> RecentBlocks:
         return RecentBlocks(self.size, self.window // 2 + 1)
 

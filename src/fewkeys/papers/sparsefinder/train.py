@@ -190,21 +190,20 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     return query, key, gold, seen
 
 
-def signs(gold: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
+def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
     """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
 
     `gold` and the visible pairs `seen`: bool (B, H, N, M), broadcast. A row has as many others as gold keys. Where
     there are fewer, each counts more; where there are none, the row is zero. Cost O(N M log M).
     """
-    others = seen & ~gold
-    gold_count, other_count = gold.sum(-1), others.sum(-1)
-    number = torch.minimum(gold_count, other_count)
-    draw = torch.rand(gold.shape, generator=generator).masked_fill_(~others, -1.0)
+    others, gold_count = seen & ~gold, gold.sum(-1)
+    number = torch.minimum(gold_count, others.sum(-1))
+    draw = torch.rand(gold.shape, generator=source).masked_fill_(~others, -1.0)
     index = draw.topk(int(number.max()), -1).indices
     rate = (gold_count / number.clamp_min(1)).unsqueeze(-1)
     drawn = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
-    result = gold.float().scatter_add_(-1, index, -(drawn * rate))
-    return result.masked_fill_((number == 0).unsqueeze(-1), 0.0)
+    sign = gold.float().scatter_add_(-1, index, -(drawn * rate))
+    return sign.masked_fill_((number == 0).unsqueeze(-1), 0.0)
 
 
 def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
