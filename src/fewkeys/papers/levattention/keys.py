@@ -1,4 +1,4 @@
-"""Keys: checked, and for the search in one head block by block in float64, scaled to sizes near one."""
+"""Checked keys; and those of one head for the search, in blocks in float64, scaled to sizes near one."""
 
 from __future__ import annotations
 

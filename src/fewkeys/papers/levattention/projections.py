@@ -49,8 +49,8 @@ class Projection(ABC):
         """The m that does so for all vectors of a given subspace of dimension `rank` at once."""
 
     @abstractmethod
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
-        """`S K` (rows, D) for a K of `total` rows that comes in blocks, in their dtype; S is drawn here."""
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
+        """`S K` (rows, D) for a K that comes in blocks of rows, in their dtype; S is drawn here."""
 
 
 class Gaussian(Projection):
@@ -63,7 +63,7 @@ class Gaussian(Projection):
         spread = math.sqrt(1 + error) - 1
         return math.ceil(((math.sqrt(rank) + math.sqrt(2 * math.log(2 / failure))) / spread) ** 2)
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
         parts = (normal((rows, block.shape[0]), block, generator) @ block for block in blocks)
         return reduce(torch.add, parts) / math.sqrt(rows)
 
@@ -79,10 +79,10 @@ class Hadamard(Projection):
         flat = (math.sqrt(rank) + math.sqrt(8 * math.log(2 * _power(total) / failure))) ** 2
         return math.ceil(flat * math.log(4 * rank / failure) / _chernoff(error))
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
         matrix = torch.cat([block * signs(block.shape[0], block, generator).unsqueeze(-1) for block in blocks])
-        size = _power(total)
-        matrix = pad(matrix, (0, 0, 0, size - total))
+        size = _power(matrix.shape[0])
+        matrix = pad(matrix, (0, 0, 0, size - matrix.shape[0]))
         chosen = torch.randperm(size, generator=generator, device=generator.device)[:rows].to(matrix.device)
         return hadamard(matrix)[chosen] / math.sqrt(rows)
 
@@ -96,7 +96,7 @@ class CountSketch(Projection):
     def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
         return math.ceil((rank**2 + rank) / (failure * error**2))
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
         first = next(blocks)
         sums = first.new_zeros(rows, first.shape[1])
         for block in chain([first], blocks):

@@ -153,7 +153,7 @@ def _form(
         return exact_form(keys, degree)
     blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
     features = (tensor_features(part, degree) for part in blocks)
-    return sketched_form(PROJECTIONS[sketch.projection].apply(features, total, rows, generator), total, degree)
+    return sketched_form(PROJECTIONS[sketch.projection].apply(features, rows, generator), total, degree)
 
 
 def _candidates(
@@ -184,5 +184,5 @@ def _numerators(
         return None
     change = basis(form)
     eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
-    spread = CountSketch().apply(iter([eye]), keys.dim, columns, generator).mT
+    spread = CountSketch().apply(iter([eye]), columns, generator).mT
     return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

@@ -54,7 +54,7 @@ class Fitted(Learned, listed=False):
         return next(iter(self.tensors.values()))
 
     def check(self, heads: int, rank: int, like: str = "") -> None:
-        """Refuse values of other heads (one may stand for all) or dimensions."""
+        """Raise `ValueError` unless the values are of as many heads, or one head for all, and dimensions."""
         if self._first.shape[0] not in (1, heads) or self.rank != rank:
             raise ValueError(
                 f"fitted: expected values of {heads} query heads in {rank} dimensions{like}, got {self}; use them in "

@@ -74,8 +74,7 @@ class Sparsefinder:
             "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
-    Source: Treviso, Gois, Fernandes, Fonseca, Martins, "Predicting Attention Sparsity in Transformers" (arXiv
-    2109.12188), section 3.
+    Source: Treviso et al., Predicting Attention Sparsity in Transformers (arXiv 2109.12188), section 3.
     """
 
     shape: Shape
