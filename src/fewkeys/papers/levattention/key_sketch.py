@@ -71,14 +71,10 @@ class KeySketch:
         self._degree = even_degree(self.power)
         if not self._degree:
             raise ValueError(f"power: expected an even number, got {power}; use universal_set for keys held in memory")
-        self._count = 0
+        self.count = 0
+        """The number of keys seen, per head."""
         self._limit = 2 * BLOCK
         self._gram = self._keys = self._positions = torch.empty(0)  # until the first keys
-
-    @property
-    def count(self) -> int:
-        """The number of keys seen, per head."""
-        return self._count
 
     @property
     def nbytes(self) -> int:
@@ -97,9 +93,9 @@ class KeySketch:
         self._open(rows)
         for part in rows.split(BLOCK, 2):
             self._gram += gram(tensor_features(part.double(), self._degree))
-            place = torch.arange(self._count, self._count + part.shape[2], device=rows.device)
+            place = torch.arange(self.count, self.count + part.shape[2], device=rows.device)
             self._append(part, place.expand(part.shape[:3]))
-            self._count += part.shape[2]
+            self.count += part.shape[2]
 
     @full_precision()
     def merge(self, other: KeySketch) -> None:
@@ -114,12 +110,12 @@ class KeySketch:
                 f"other: expected eps={self.eps} and power={self.power}, got eps={other.eps} and power={other.power}; "
                 "sketch with the same ones"
             )
-        if not other._count:
+        if not other.count:
             return
         self._open(other._keys)
         self._gram += other._gram
-        positions = torch.where(other._positions >= 0, other._positions + self._count, other._positions)
-        self._count += other._count
+        positions = torch.where(other._positions >= 0, other._positions + self.count, other._positions)
+        self.count += other.count
         self._append(other._keys.clone(), positions)
 
     def scores(self, keys: Tensor) -> Tensor:
@@ -130,7 +126,7 @@ class KeySketch:
         features) with columns scaled to unit norm. Raises as `update`, and before the first `update`.
         """
         rows = checked("keys", keys)
-        if not self._count:
+        if not self.count:
             raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
         self._open(rows)
         return self._score(rows)[0]
@@ -145,17 +141,17 @@ class KeySketch:
         eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
         if eps < self.eps:
             raise ValueError(f"eps: expected at least the sketch's {self.eps}, got {eps}; make the sketch with it")
-        if not self._count:
+        if not self.count:
             raise ValueError("universal_set: expected some keys first, got none; call update")
         scores, upper = self._score(self._keys)
         batch, head, slot = ((upper >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
         indices = torch.stack([batch, head, self._positions[batch, head, slot]])
-        shape = (*self._keys.shape[:2], self._count)
+        shape = (*self._keys.shape[:2], self.count)
         return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
 
     def _open(self, rows: Tensor) -> None:
         """Check that rows (B, H, N, D) continue the stream, or make the empty state for them."""
-        if not self._count:
+        if not self.count:
             size = width(rows.shape[-1], self._degree)
             if size > MAX_WIDTH:
                 raise ValueError(
