@@ -272,7 +272,7 @@ def embeddings(lengths):
 
 
 def embed(projection, keys, m):
-    return projection.apply(keys.blocks(BLOCK, torch.float32), len(keys), m, torch.Generator().manual_seed(0))
+    return projection.apply(keys.blocks(BLOCK, torch.float32), m, torch.Generator().manual_seed(0))
 
 
 def stream(n):

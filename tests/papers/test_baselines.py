@@ -28,7 +28,7 @@ from cases import SHAPES
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.block_clusters import member_ids
+from fewkeys.papers.sparsefinder.groups import member_ids
 
 # --- hashes --------------------------------------------------------------------------------------------------------
 

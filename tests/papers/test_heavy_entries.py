@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fewkeys.papers.levattention import direct, gram, heavy_entries, search
+from fewkeys.papers.levattention import gram, heavy_entries, search
 from fewkeys.papers.levattention.keys import ScaledKeys
 from odd_keys import KINDS, keys
 
@@ -185,10 +185,9 @@ def test_several_blocks_of_keys_and_queries(monkeypatch):
         (gram, "BLOCK", 64),
         (gram, "BLOCK_FEATURES", 2048),
         (search, "SCORES", 2048),
-        (direct, "BLOCK", 64),
+        (search, "BLOCK", 64),
     ):
         monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(direct, "SCORES", 2048)
     g = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 333, 5, generator=g, dtype=torch.float64).cumsum(2)
     q = torch.randn(1, 4, 150, 5, generator=g, dtype=torch.float64)
@@ -224,7 +223,7 @@ def test_low_precision_is_answered_in_float64(dtype):
 
 def spy(monkeypatch):
     rows = []
-    original = direct.directly
+    original = search.directly
 
     def counting(query, *rest):
         rows.append(query.shape[0])

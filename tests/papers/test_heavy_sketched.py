@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fewkeys.papers.levattention import Sketched, direct, gram, heavy_entries, search, sketched
+from fewkeys.papers.levattention import Sketched, gram, heavy_entries, search, sketched
 from fewkeys.papers.levattention.gram import exact_form
 from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.projections import PROJECTIONS
@@ -301,7 +301,7 @@ def test_blocks_do_not_matter(monkeypatch):
     k, q = normal(1, 1, 3000, 5), normal(1, 1, 40, 5, seed=1)
     sketch = Sketched(0.8, 0.9, failure=0.3, projection="hadamard")
     whole = heavy_entries(q, k, 2e-3, sketch=sketch)
-    for module in (gram, direct):
+    for module in (gram, search):
         monkeypatch.setattr(module, "BLOCK", 70)
     monkeypatch.setattr(search, "SCORES", 500)
     parts = heavy_entries(q, k, 2e-3, sketch=sketch)

@@ -20,7 +20,7 @@ def generator(seed=0):
 def draw(projection, total, rows, seed, block=64):
     """S itself (rows, total): the sketch of the identity."""
     eye = torch.eye(total, dtype=torch.float64)
-    return projection.apply(iter(eye.split(block)), total, rows, generator(seed))
+    return projection.apply(iter(eye.split(block)), rows, generator(seed))
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 128, 1024])
@@ -37,13 +37,13 @@ def test_hadamard_is_the_matrix_of_signs(size):
 def test_the_sketch_of_a_matrix_is_one_random_matrix_times_it(projection, seed, n, rows, d):
     k = torch.randn(n, d, generator=generator(seed), dtype=torch.float64)
     rows = min(rows, n)
-    sketch = projection.apply(iter(k.split(64)), n, rows, generator(seed))
+    sketch = projection.apply(iter(k.split(64)), rows, generator(seed))
     assert sketch.shape == (rows, d)
     torch.testing.assert_close(sketch, draw(projection, n, rows, seed) @ k)
-    again = projection.apply(iter(k.split(64)), n, rows, generator(seed))
+    again = projection.apply(iter(k.split(64)), rows, generator(seed))
     assert torch.equal(sketch, again)
     if n * rows > 50:
-        assert not torch.equal(sketch, projection.apply(iter(k.split(64)), n, rows, generator(seed + 1)))
+        assert not torch.equal(sketch, projection.apply(iter(k.split(64)), rows, generator(seed + 1)))
 
 
 def test_shapes_of_the_matrices():
@@ -62,7 +62,7 @@ def test_shapes_of_the_matrices():
 @ALL
 def test_squared_lengths_are_unbiased(projection):
     x = torch.randn(70, 1, generator=generator(1), dtype=torch.float64)
-    lengths = torch.stack([projection.apply(iter([x]), 70, 8, generator(seed)).square().sum() for seed in range(3000)])
+    lengths = torch.stack([projection.apply(iter([x]), 8, generator(seed)).square().sum() for seed in range(3000)])
     expected = float(x.square().sum())
     assert abs(float(lengths.mean()) - expected) < 4 * float(lengths.std()) / math.sqrt(3000)
 
@@ -82,7 +82,7 @@ def test_subspaces_are_kept_as_often_as_promised(projection):
     for basis in subspaces(total, rank):
         failed = 0
         for seed in range(turns):
-            values = torch.linalg.svdvals(projection.apply(iter(basis.split(500)), total, rows, generator(seed))) ** 2
+            values = torch.linalg.svdvals(projection.apply(iter(basis.split(500)), rows, generator(seed))) ** 2
             failed += bool(values.amax() > 1 + error or values.amin() < 1 - error)
         assert failed <= failure * turns + 3 * math.sqrt(turns * failure * (1 - failure))
 
@@ -101,7 +101,7 @@ def test_given_vectors_are_kept_as_often_as_promised(projection):
     vectors = vectors / vectors.norm(dim=0)
     failed = 0
     for seed in range(turns):
-        lengths = projection.apply(iter(vectors.split(500)), total, rows, generator(seed)).square().sum(0)
+        lengths = projection.apply(iter(vectors.split(500)), rows, generator(seed)).square().sum(0)
         failed += bool(((lengths - 1).abs() > error).any())
     assert failed <= failure * turns + 3 * math.sqrt(turns * failure * (1 - failure))
 
@@ -110,7 +110,7 @@ def test_rare_failures_are_rare():
     """The tail of chi-squared, where the bound is sharp enough to be tested."""
     x = torch.ones(60, 1, dtype=torch.float64) / math.sqrt(60)
     rows = Gaussian().rows_for_vectors(1, 60, 0.5, 0.02)
-    lengths = torch.stack([Gaussian().apply(iter([x]), 60, rows, generator(s)).square().sum() for s in range(1000)])
+    lengths = torch.stack([Gaussian().apply(iter([x]), rows, generator(s)).square().sum() for s in range(1000)])
     assert int(((lengths - 1).abs() > 0.5).sum()) <= 0.02 * 1000 + 3 * math.sqrt(20)
 
 
@@ -120,13 +120,13 @@ def test_the_bounds_are_not_far_from_the_truth():
     # Chebyshev loses a factor of two and the error's square against a collision of two keys.
     rows = CountSketch().rows_for_subspace(3, 1500, 0.9, 0.4)
     failed = sum(
-        float(torch.linalg.svdvals(CountSketch().apply(iter([basis]), 1500, rows // 6, generator(seed))).amin()) < 0.3
+        float(torch.linalg.svdvals(CountSketch().apply(iter([basis]), rows // 6, generator(seed))).amin()) < 0.3
         for seed in range(turns)
     )
     assert failed > 0.4 * turns
     x = torch.ones(50, 1, dtype=torch.float64) / math.sqrt(50)
     rows = Gaussian().rows_for_vectors(1, 50, 0.5, 0.05)
-    lengths = torch.stack([Gaussian().apply(iter([x]), 50, rows // 4, generator(s)).square().sum() for s in range(500)])
+    lengths = torch.stack([Gaussian().apply(iter([x]), rows // 4, generator(s)).square().sum() for s in range(500)])
     assert float(((lengths - 1).abs() > 0.5).double().mean()) > 0.05
 
 

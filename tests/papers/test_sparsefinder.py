@@ -22,7 +22,7 @@ from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import train
 from fewkeys.papers.sparsefinder.evaluate import score_graphs
 from fewkeys.papers.sparsefinder.fitting import gold_edges, joined
-from fewkeys.papers.sparsefinder.loss import hinge, signs
+from fewkeys.papers.sparsefinder.train import hinge, signs
 from predictors import GROUPINGS, planted
 from tiny_models import MODELS, bert, close, far, padded, run, tokens
 
@@ -226,7 +226,7 @@ def test_clusters_are_joined_where_gold_edges_are_frequent(seed, lift):
     g = torch.Generator().manual_seed(seed)
     query, key, *edges = (torch.randn(2, n, 3, generator=g) for n in (30, 40, 50, 50))
     query_centroids, theirs = (torch.randn(2, 4, 3, generator=g) for _ in range(2))
-    pairs = joined(query, key, tuple(edges), (query_centroids, theirs), lift).pairs
+    pairs = joined((query, key), edges, (query_centroids, theirs), lift).pairs
     for head in range(2):
         sides = ((query, query_centroids), (key, theirs), (edges[0], query_centroids), (edges[1], theirs))
         place = [torch.cdist(rows[head], centroids[head]).argmin(-1) for rows, centroids in sides]

@@ -12,8 +12,8 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.block_clusters import member_ids, nearest_members
-from fewkeys.papers.sparsefinder.groups import Groups
+from fewkeys.papers.sparsefinder.groupings import nearest_members
+from fewkeys.papers.sparsefinder.groups import Groups, member_ids
 from fewkeys.papers.sparsefinder.space import Centroids, Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 

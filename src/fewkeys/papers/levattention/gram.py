@@ -41,9 +41,9 @@ MARGIN = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
+    """The normalisers `phi(q)^T G phi(q)`, or if `factored` `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
 
-    `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, and not of a sketch of them.
+    `matrix`: G or F. `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, not of a sketch.
     """
 
     matrix: Tensor
@@ -66,7 +66,7 @@ class Normaliser:
 def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
     """G itself. Cost O(n m^2), memory O(m^2) and a block."""
     columns = width(keys.dim, degree)
-    block = min(BLOCK, max(1, BLOCK_FEATURES // columns))
+    block = feature_block(columns)
     total = torch.zeros(columns, columns, dtype=torch.float64, device=keys.key.device)
     for part in keys.blocks(block):
         total += gram(tensor_features(part, degree))
@@ -74,7 +74,7 @@ def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
 
 
 def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
-    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys; as a matrix if smaller."""
+    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys, by F or by `F^T F`."""
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
     if degree > 1 and sketch.shape[0] < columns:
@@ -83,6 +83,11 @@ def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
     for part in sketch.split(BLOCK):
         matrix += gram(part)
     return Normaliser(matrix, size, gamma, degree, exact=False)
+
+
+def feature_block(columns: int) -> int:
+    """How many keys' features are in memory at once."""
+    return min(BLOCK, max(1, BLOCK_FEATURES // columns))
 
 
 def _gamma(total: int, block: int, columns: int) -> float:
@@ -114,13 +119,13 @@ def basis(form: Normaliser) -> Basis:
 def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
     """The indices of keys that have every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
 
-    For p > 2 the bounds are Lewis weights, cheap next to G. Rounding may make them miss only the part of a score from
-    directions below 1e-7 of the strongest, which is negligible for trusted queries.
+    For p > 2 the bounds are Lewis weights, cheap next to G. They miss only the part of a score from directions below
+    1e-7 of the strongest, which is negligible for trusted queries.
     """
     if power == 2:
         change = basis(form)
         return at_least(keys, change.key, change.rounding, MARGIN * eps)
-    bounds = lewis_weights(keys.all()[None, None], power).bounds[0, 0]
+    bounds = lewis_weights(keys.rows(slice(None))[None, None], power).bounds[0, 0]
     return (bounds >= MARGIN * eps).nonzero().squeeze(-1)
 
 

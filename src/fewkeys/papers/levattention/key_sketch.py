@@ -2,10 +2,9 @@
 
 The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
 candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive: the
-denominator of `sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose online score falls below eps stays below
-and is dropped. The candidates of a prefix with scores of at least eps are exactly the prefix's universal set: at most
-`rank / eps` keys. One pass gives the same set as two passes. For the same reason the candidates of two sketches include
-the candidates of their union: sketches merge.
+denominator of `sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose online score falls below eps is dropped.
+The candidates with scores of at least eps are exactly the universal set of the keys seen, at most `rank / eps` keys:
+one pass gives the same set as two. The candidates of two sketches include those of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import full_precision, working
-from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import check_real
+from fewkeys.papers.levattention.keys import checked
 from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
@@ -26,8 +26,10 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
-    """The universal set of a stream: `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in
-    float64 for float64 input and float32 otherwise; `scores` (M,), float64. `shape` is (B, H, N).
+    """The universal set of a stream of `shape` (B, H, N).
+
+    `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in float64 for float64 input and float32
+    otherwise; `scores` (M,), float64.
     """
 
     indices: Tensor
@@ -46,21 +48,21 @@ class KeySketch:
     """A sketch of a stream of keys that gives their scores and their universal set for weights `|s|^p`.
 
     `update` takes the stream in pieces of any size; `merge` adds the sketch of the keys that follow. Two passes: after
-    `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass:
-    `universal_set(eps)` for any eps not below the sketch's. Rows of zeros (padding) only take a position.
+    `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass: `universal_set`.
+    Rows of zeros (padding) only take a position.
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
-        power: an even power; the sketch holds m x m numbers per head for m monomials of degree power / 2 (D for 2).
+        power: an even power; m is the number of monomials of degree power / 2 (D for 2).
 
-    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys, whatever the stream's length.
+    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys.
     Cost: O(m^2) per key, and O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come.
     Directions in which the keys are below about 1e-7 of the strongest count as absent.
 
     Raises:
         TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
 
-    Source: LevAttention (arXiv 2410.05462), streaming; that the pruned candidates are exact is derived above.
+    Source: LevAttention (arXiv 2410.05462), streaming.
     """
 
     def __init__(self, eps: float, power: float = 2.0) -> None:
@@ -69,38 +71,31 @@ class KeySketch:
         self._degree = even_degree(self.power)
         if not self._degree:
             raise ValueError(f"power: expected an even number, got {power}; use universal_set for keys held in memory")
-        self._count = 0
-        self._limit = 2 * BLOCK
-        self._gram: Tensor | None = None
-        self._keys = torch.empty(0)
-        self._positions = torch.empty(0)
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """The number of keys seen, per head."""
-        return self._count
+        self._limit = 2 * BLOCK
+        self._gram = self._keys = self._positions = torch.empty(0)  # until the first keys
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors in the sketch."""
-        return sum(tensor.nbytes for tensor in (self._keys, self._positions, self._gram) if tensor is not None)
+        return self._keys.nbytes + self._positions.nbytes + self._gram.nbytes
 
     @full_precision()
     def update(self, keys: Tensor) -> None:
-        """Take in the next keys of the stream, (B, H, N, D); N may be 0, the other sizes must stay the same.
+        """Take in the next keys of the stream, (B, H, N, D), N >= 0.
 
         Raises `TypeError`, `ValueError` for tensors that are malformed or do not continue the stream.
         """
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[2] == 0:
             return
-        rows = working(check_tensor("keys", keys)).detach()
-        check_finite(keys=rows)
-        total = self._open(rows)
+        rows = checked("keys", keys)
+        self._open(rows)
         for part in rows.split(BLOCK, 2):
-            total += gram(tensor_features(part.double(), self._degree))
-            place = torch.arange(self._count, self._count + part.shape[2], device=rows.device)
+            self._gram += gram(tensor_features(part.double(), self._degree))
+            place = torch.arange(self.count, self.count + part.shape[2], device=rows.device)
             self._append(part, place.expand(part.shape[:3]))
-            self._count += part.shape[2]
+            self.count += part.shape[2]
 
     @full_precision()
     def merge(self, other: KeySketch) -> None:
@@ -115,27 +110,26 @@ class KeySketch:
                 f"other: expected eps={self.eps} and power={self.power}, got eps={other.eps} and power={other.power}; "
                 "sketch with the same ones"
             )
-        if other._gram is None:
+        if not other.count:
             return
-        total = self._open(other._keys)
-        total += other._gram
-        positions = torch.where(other._positions >= 0, other._positions + self._count, other._positions)
-        self._count += other._count
+        self._open(other._keys)
+        self._gram += other._gram
+        positions = torch.where(other._positions >= 0, other._positions + self.count, other._positions)
+        self.count += other.count
         self._append(other._keys.clone(), positions)
 
     def scores(self, keys: Tensor) -> Tensor:
-        """Scores (B, H, N), float64, of keys of the stream (B, H, N, D) against all keys seen: the second pass.
+        """Scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen: the second pass.
 
         For power 2 the leverage scores; for larger powers those of the tensor powers, which bound the sensitivities.
         Their relative error is a few `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their
-        features) with columns scaled to unit norm; `universal_set` rounds up by as much. Only keys that `update` has
-        seen have such a score. Raises as `update`, and before the first `update`.
+        features) with columns scaled to unit norm. Raises as `update`, and before the first `update`.
         """
-        rows = working(check_tensor("keys", keys)).detach()
-        check_finite(keys=rows)
-        if self._gram is None:
+        rows = checked("keys", keys)
+        if not self.count:
             raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
-        return self._score(rows, self._open(rows))[0]
+        self._open(rows)
+        return self._score(rows)[0]
 
     @full_precision()
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
@@ -147,17 +141,17 @@ class KeySketch:
         eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
         if eps < self.eps:
             raise ValueError(f"eps: expected at least the sketch's {self.eps}, got {eps}; make the sketch with it")
-        if self._gram is None:
+        if not self.count:
             raise ValueError("universal_set: expected some keys first, got none; call update")
-        scores, most = self._score(self._keys, self._gram)
-        batch, head, slot = ((most >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
+        scores, upper = self._score(self._keys)
+        batch, head, slot = ((upper >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
         indices = torch.stack([batch, head, self._positions[batch, head, slot]])
-        shape = (*self._keys.shape[:2], self._count)
+        shape = (*self._keys.shape[:2], self.count)
         return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
 
-    def _open(self, rows: Tensor) -> Tensor:
-        """The Gram matrix for rows (B, H, N, D), which must continue the stream; made at the first call."""
-        if self._gram is None:
+    def _open(self, rows: Tensor) -> None:
+        """Check that rows (B, H, N, D) continue the stream, or make the empty state for them."""
+        if not self.count:
             size = width(rows.shape[-1], self._degree)
             if size > MAX_WIDTH:
                 raise ValueError(
@@ -168,20 +162,20 @@ class KeySketch:
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
         expected = (*self._keys.shape[:2], self._keys.shape[3])
-        if (*rows.shape[:2], rows.shape[3]) != expected or rows.dtype != self._keys.dtype:
+        actual = (*rows.shape[:2], rows.shape[3])
+        if actual != expected or rows.dtype != self._keys.dtype:
             raise ValueError(
                 f"keys: expected (batch, heads, dim) = {expected} in {self._keys.dtype} like the stream before, got "
-                f"{(*rows.shape[:2], rows.shape[3])} in {rows.dtype}; one sketch holds one stream"
+                f"{actual} in {rows.dtype}; one sketch holds one stream"
             )
-        return self._gram
 
     def _append(self, keys: Tensor, positions: Tensor) -> None:
         """Add candidates, and prune once there are twice as many as after the last pruning."""
         self._keys = torch.cat([self._keys, keys], 2)
         self._positions = torch.cat([self._positions, positions], 2)
-        if self._keys.shape[2] < self._limit or self._gram is None:
+        if self._keys.shape[2] < self._limit:
             return
-        kept = (self._score(self._keys, self._gram)[1] >= self.eps) & (self._positions >= 0)
+        kept = (self._score(self._keys)[1] >= self.eps) & (self._positions >= 0)
         # Kept candidates first, in their order; unused places of heads with fewer have the position -1 and zero keys.
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
         kept = kept.gather(-1, order)
@@ -190,11 +184,11 @@ class KeySketch:
         self._keys = rows.masked_fill(~kept.unsqueeze(-1), 0.0)
         self._limit = max(2 * BLOCK, 2 * self._keys.shape[2] + BLOCK)
 
-    def _score(self, rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up: `m u` in G, magnified by the inverse."""
-        root = root64(matrix, rows.dtype)
+        root = root64(self._gram, rows.dtype)
         parts = [tensor_features(part.double(), self._degree) @ root for part in rows.split(BLOCK, 2)]
         scores = torch.cat([part.square().sum(-1).clamp_max(1.0) for part in parts], -1)
-        size = matrix.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
-        error = 8 * matrix.shape[-1] * torch.finfo(torch.float64).eps * (root * size).square().sum((-2, -1))
+        size = self._gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+        error = 8 * root.shape[-1] * torch.finfo(torch.float64).eps * (root * size).square().sum((-2, -1))
         return scores, scores * (1 + ROUNDING + error.clamp_max(1.0)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The keys of one head for the search: block by block, in float64, scaled to sizes near one."""
+"""Checked keys; and those of one head for the search, in blocks in float64, scaled to sizes near one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.sketch.gram import power_of_two
 
 BLOCK = 1024
@@ -15,12 +17,17 @@ MODERATE = 60
 """Columns whose largest numbers to the power p are within 2^+-60 are not scaled."""
 
 
+def checked(name: str, keys: object) -> Tensor:
+    """Finite keys (B, H, N, D) in working precision, without gradient."""
+    rows = working(check_tensor(name, keys)).detach()
+    check_finite(**{name: rows})
+    return rows
+
+
 class ScaledKeys:
     """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
 
-    The division is exact and prevents overflow. Queries are multiplied by the same powers, so that scores do not
-    change, and each query by one more power of two, which cancels in attention. `largest` (D,), float64: the largest
-    number of each column after the division.
+    The division is exact and prevents overflow. `largest` (D,), float64: the largest number of each column after it.
     """
 
     def __init__(self, key: Tensor, power: float) -> None:
@@ -42,16 +49,15 @@ class ScaledKeys:
         for part in self.key.split(size):
             yield self._scaled(part, dtype)
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Some of the keys, in float64."""
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """The keys at `index`, in float64."""
         return self._scaled(self.key[index], torch.float64)
 
-    def all(self) -> Tensor:
-        """All keys, in float64."""
-        return self._scaled(self.key, torch.float64)
-
     def queries(self, query: Tensor) -> Tensor:
-        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones."""
+        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones.
+
+        They are multiplied by the powers that divide the keys, and each by one more, which cancels in attention.
+        """
         query = query.double()
         query = query / power_of_two(query.abs().amax(-1, keepdim=True))
         if self.scale is None:

@@ -1,9 +1,9 @@
 """Random projections: few random combinations of many rows that keep the length of vectors.
 
 `S` (m, n) is drawn without looking at the data, and `|S x|^2` is `|x|^2` up to a relative error e in (0, 1), with
-probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. For the rows `K y` of a
-matrix K the subspace has dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after
-looking at S. The number of rows m that suffices is computed here from proved bounds with all their constants:
+probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` of a
+matrix K have dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after looking at S.
+The number of rows m that suffices follows from proved bounds with all their constants:
 
 - **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom, so by
   Chernoff's bound it leaves (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)`. On a subspace of
@@ -18,7 +18,7 @@ looking at S. The number of rows m that suffices is computed here from proved bo
   which pairs of rows share a bucket; Chebyshev's inequality does the rest (Clarkson and Woodruff, arXiv 1207.6365,
   have the sparse subspace embedding). Hence 1 / delta where the others have its logarithm.
 
-Cost of `S K`: `n m D`, `n D log n` and `n D`. Which of them is fast is another matter: docs/levattention.md.
+Cost of `S K`: `n m D`, `n D log n` and `n D`; docs/levattention.md has times.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-BLOCK = 1024
 RADIX = 64
 """Order of the Hadamard matrices in one product; larger transforms take several products."""
 
 
-@dataclass(frozen=True)
 class Projection(ABC):
     """A family of random matrices S (m, n)."""
 
@@ -49,11 +49,10 @@ class Projection(ABC):
         """The m that does so for all vectors of a given subspace of dimension `rank` at once."""
 
     @abstractmethod
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
-        """`S K` (rows, D) for a K of `total` rows that comes in blocks, in their dtype; S is drawn here."""
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
+        """`S K` (rows, D) for a K that comes in blocks of rows, in their dtype; S is drawn here."""
 
 
-@dataclass(frozen=True)
 class Gaussian(Projection):
     """Independent normal entries: the fewest rows, and a dense product."""
 
@@ -64,15 +63,11 @@ class Gaussian(Projection):
         spread = math.sqrt(1 + error) - 1
         return math.ceil(((math.sqrt(rank) + math.sqrt(2 * math.log(2 / failure))) / spread) ** 2)
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
-        result: Tensor | None = None
-        for block in blocks:
-            part = normal((rows, block.shape[0]), block, generator) @ block
-            result = part if result is None else result + part
-        return _not_empty(result) / math.sqrt(rows)
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
+        parts = (normal((rows, block.shape[0]), block, generator) @ block for block in blocks)
+        return reduce(torch.add, parts) / math.sqrt(rows)
 
 
-@dataclass(frozen=True)
 class Hadamard(Projection):
     """Random signs, a Walsh-Hadamard transform, a sample of its rows; holds all of K, padded to a power of two."""
 
@@ -84,15 +79,14 @@ class Hadamard(Projection):
         flat = (math.sqrt(rank) + math.sqrt(8 * math.log(2 * _power(total) / failure))) ** 2
         return math.ceil(flat * math.log(4 * rank / failure) / _chernoff(error))
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
         matrix = torch.cat([block * signs(block.shape[0], block, generator).unsqueeze(-1) for block in blocks])
-        size = _power(total)
-        matrix = torch.cat([matrix, matrix.new_zeros(size - total, matrix.shape[1])])
+        size = _power(matrix.shape[0])
+        matrix = pad(matrix, (0, 0, 0, size - matrix.shape[0]))
         chosen = torch.randperm(size, generator=generator, device=generator.device)[:rows].to(matrix.device)
         return hadamard(matrix)[chosen] / math.sqrt(rows)
 
 
-@dataclass(frozen=True)
 class CountSketch(Projection):
     """One non-zero per column: every key is added to, or taken from, one of m sums."""
 
@@ -102,15 +96,14 @@ class CountSketch(Projection):
     def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
         return math.ceil((rank**2 + rank) / (failure * error**2))
 
-    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
-        result: Tensor | None = None
-        for block in blocks:
-            if result is None:
-                result = block.new_zeros(rows, block.shape[1])
+    def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
+        first = next(blocks)
+        sums = first.new_zeros(rows, first.shape[1])
+        for block in chain([first], blocks):
             bucket = torch.randint(rows, (block.shape[0],), generator=generator, device=generator.device)
             sign = signs(block.shape[0], block, generator)
-            result.index_add_(0, bucket.to(block.device), block * sign.unsqueeze(-1))
-        return _not_empty(result)
+            sums.index_add_(0, bucket.to(block.device), block * sign.unsqueeze(-1))
+        return sums
 
 
 PROJECTIONS: dict[str, Projection] = {"gaussian": Gaussian(), "hadamard": Hadamard(), "countsketch": CountSketch()}
@@ -119,12 +112,11 @@ PROJECTIONS: dict[str, Projection] = {"gaussian": Gaussian(), "hadamard": Hadama
 def hadamard(matrix: Tensor) -> Tensor:
     """`H X` for X (N, D), N a power of two and H the symmetric matrix of signs `(-1)^popcount(i & j)`; `H H = N I`."""
     size, done = matrix.shape[0], 1
+    pair = matrix.new_tensor([[1, 1], [1, -1]])
     while done < size:
         order = min(RADIX, size // done)
-        signs_ = torch.ones(1, 1, dtype=matrix.dtype, device=matrix.device)
-        for _ in range(order.bit_length() - 1):
-            signs_ = torch.cat([torch.cat([signs_, signs_], 1), torch.cat([signs_, -signs_], 1)])
-        matrix = (signs_ @ matrix.reshape(size // (done * order), order, -1)).reshape(size, -1)
+        factor = reduce(torch.kron, [pair] * (order.bit_length() - 1))
+        matrix = (factor @ matrix.reshape(size // (done * order), order, -1)).reshape(size, -1)
         done *= order
     return matrix
 
@@ -140,14 +132,10 @@ def signs(count: int, template: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _power(total: int) -> int:
+    """The next power of two."""
     return 1 << max(0, total - 1).bit_length()
 
 
 def _chernoff(error: float) -> float:
+    """The exponent of the matrix Chernoff bound."""
     return (1 + error) * math.log1p(error) - error
-
-
-def _not_empty(result: Tensor | None) -> Tensor:
-    if result is None:
-        raise ValueError("blocks: expected at least one block of rows, got none")
-    return result

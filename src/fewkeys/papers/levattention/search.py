@@ -2,11 +2,8 @@
 
 `A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. A common factor of the scores cancels, so there is no
 scale. For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps
-are compared.
-
-**Exactness.** The arithmetic is float64. A query is answered directly, from its scores with all keys, if rounding may
-have changed its normaliser by more than `TRUST`, or by enough to decide whether an entry reaches eps (a tie). So all
-entries are those of the defining formula in float64, and the matrix only saves time.
+are compared. The matrix only saves time: a query is answered directly, from its scores with all keys in float64, if
+rounding may have changed its normaliser by more than `TRUST`, or by enough to decide whether an entry reaches eps.
 """
 
 from __future__ import annotations
@@ -20,11 +17,16 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
-from fewkeys.papers.levattention.direct import SCORES, Entries, directly, raised
-from fewkeys.papers.levattention.gram import TRUST, Normaliser, candidates, exact_form
-from fewkeys.papers.levattention.keys import ScaledKeys
-from fewkeys.papers.levattention.sketched import Numerators, Sketched, sketched_parts
+from fewkeys.papers.levattention.gram import TRUST, candidates, exact_form
+from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.sketched import Parts, Sketched, sketched_parts
+from fewkeys.sketch.gram import power_of_two
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
+
+Entries = tuple[Tensor, Tensor, Tensor]
+"""Rows, columns and values of some entries of one head."""
+SCORES = 1 << 19
+"""Scores in memory at once: few enough for a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,26 +61,25 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values.
 
-    Exact up to the rounding of float64: indices and values are those of the formula evaluated in float64 on the given
-    numbers (the module's header says why). There are at most `1 / eps` entries per query. A query whose scores are all
-    zero, up to the rounding of a dot product in float64, has none.
+    Indices and values are those of the formula evaluated in float64. There are at most `1 / eps` entries per query. A
+    query whose scores are all zero, up to the rounding of a dot product in float64, has none.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
         key: (B, Hkv, Nk, D), Hq a multiple of Hkv; query head h reads key head `h // (Hq / Hkv)`.
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
-        lengths: (B,) real keys per sequence; the others take part in nothing. All queries are answered.
+        lengths: (B,) real keys per sequence; the others are left out. All queries are answered.
         sketch: parts to estimate from random sketches, within stated errors: see `Sketched`. None: exact.
         generator: the source of a sketch's randomness; default: seed 0 at every call.
 
     Returns:
         `HeavyEntries`, values in float64 for float64 input and float32 otherwise. No gradient.
 
-        Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, linear in n, with
-        `|U| <= d^(p/2) / (0.9 eps)` candidates; queries that are ties or point where hardly any keys are cost O(n d)
-        each. Other p, and fewer queries than pay for the Gram matrix: `O(n n_q d)`, every score, by blocks. Memory:
-        blocks of fixed size and the answer; for p > 2 also O(n d) for one head in float64.
+        Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
+        `|U| <= d^(p/2) / (0.9 eps)` candidates; O(n d) for each query that is answered directly. Other p, and too few
+        queries for a Gram matrix: `O(n n_q d)`, every score, by blocks. Memory: blocks of fixed size and the answer;
+        for p > 2 also O(n d) for one head in float64.
 
     Raises:
         TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
@@ -97,10 +98,10 @@ def heavy_entries(
         generator = torch.Generator("cpu").manual_seed(0)
     elif not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
-    with torch.no_grad():
-        return _collect(inputs, eps, power, sketch, generator)
+    return _collect(inputs, eps, power, sketch, generator)
 
 
+@torch.no_grad()
 def _collect(
     inputs: Inputs, eps: float, power: float, sketch: Sketched | None, generator: torch.Generator
 ) -> HeavyEntries:
@@ -113,62 +114,89 @@ def _collect(
             keys = ScaledKeys(inputs.key[batch, head, :real], power)
             rows = keys.queries(grouped[batch, head].flatten(0, 1))
             if sketch is None:
-                entries = _exactly(rows, keys, eps, power)
+                parts = _exact_parts(rows.shape[0], keys, eps, power)
             else:
                 parts = sketched_parts(sketch, rows.shape[0], heads, keys, eps, power, generator)
-                entries = _answer(rows, keys, eps, power, parts)
-            for row, column, value in entries:
-                line = (batch * inputs.kv_heads + head) * inputs.gqa_ratio * inputs.queries + row
-                places.append(line * inputs.keys + column)
+            first = (batch * inputs.kv_heads + head) * rows.shape[0]
+            for row, column, value in _entries(rows, keys, eps, power, parts):
+                places.append((first + row) * inputs.keys + column)
                 values.append(value)
     shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    flat = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *places])
-    flat, order = flat.sort()
+    place, order = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *places]).sort()
     value = torch.cat([inputs.query.new_zeros(0, dtype=torch.float64), *values])[order].to(dtype)
-    line, column = flat // inputs.keys, flat % inputs.keys
-    place, row = line // inputs.queries, line % inputs.queries
-    indices = torch.stack([place // inputs.query_heads, place % inputs.query_heads, row, column])
-    return HeavyEntries(indices, value, shape)
+    return HeavyEntries(torch.stack(torch.unravel_index(place, shape)), value, shape)
 
 
-def _exactly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, and the keys of one head, in no order."""
+def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
+    """The exact parts for one head; None where they would cost more than all scores."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
-    if 0 < columns <= MAX_WIDTH and 2 * query.shape[0] * size > columns**2 + size**2:
-        form = exact_form(keys, degree)
-        return _answer(query, keys, eps, power, (form, candidates(keys, form, eps, power), None))
-    return directly(query, keys, eps, power)
+    if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:
+        return None
+    form = exact_form(keys, degree)
+    return form, candidates(keys, form, eps, power), None
 
 
-def _answer(
-    query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: tuple[Normaliser, Tensor, Numerators | None]
-) -> Iterator[Entries]:
-    """The entries of trusted queries from normalisers, candidates and numerators (None: exact), the others directly.
+def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
+    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly.
 
     Where nothing is estimated, queries with a tie are answered directly as well.
     """
-    (form, chosen, numerators), unit, start = parts, torch.finfo(torch.float64).eps, 0
-    right = keys.rows(chosen) if numerators is None else numerators.key
+    if parts is None:
+        yield from directly(query, keys, eps, power)
+        return
+    form, chosen, numerators = parts
+    unit, start = torch.finfo(torch.float64).eps, 0
+    key_rows = keys.rows(chosen) if numerators is None else numerators.key
     direct = (query != 0).any(-1)
     for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
         norm, ratio = form(part)
         # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
         doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
-        sure = (norm > 0) & (doubt <= TRUST)
-        left = part if numerators is None else part @ numerators.query
-        weight = raised(left @ right.mT, power)
-        least = torch.where(sure, eps * (1 - 4 * doubt) * norm, torch.inf)
+        trusted = (norm > 0) & (doubt <= TRUST)
+        query_rows = part if numerators is None else part @ numerators.query
+        weight = raised(query_rows @ key_rows.mT, power)
+        least = torch.where(trusted, eps * (1 - 4 * doubt) * norm, torch.inf)
         row, column = (weight >= least.unsqueeze(-1)).nonzero(as_tuple=True)
         value = weight[row, column] / norm[row]
         if form.exact and numerators is None:
-            sure[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
-        direct[start : start + part.shape[0]] &= ~sure
-        kept = sure[row] & (value >= eps)
+            trusted[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
+        direct[start : start + part.shape[0]] &= ~trusted
+        kept = trusted[row] & (value >= eps)
         yield row[kept] + start, chosen[column[kept]], value[kept]
         start += part.shape[0]
     rows = direct.nonzero().squeeze(-1)
     if rows.numel():
         for row, column, value in directly(query[rows], keys, eps, power):
             yield rows[row], column, value
+
+
+def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
+    """The entries of queries (M, D), float64: every score twice, once for the normaliser and once to compare."""
+    start = 0
+    for part in query.split(SCORES // BLOCK):
+        top = part.new_zeros(part.shape[0])
+        total = part.new_zeros(part.shape[0])
+        for block in keys.blocks(BLOCK):
+            scores = (part @ block.mT).abs()
+            # Scores are divided by a power of two near the largest so far, so that high powers do not underflow.
+            higher = torch.maximum(top, power_of_two(scores.amax(-1)) * (scores.amax(-1) > 0))
+            total = total * torch.where(top > 0, top / higher, 0.0).nan_to_num() ** power
+            top = higher
+            total = total + raised(scores / torch.where(top > 0, top, 1.0).unsqueeze(-1), power).sum(-1)
+        # A score below the rounding of its own dot product is zero: the query is orthogonal to all keys.
+        real = top > part.shape[-1] * torch.finfo(torch.float64).eps * (part.abs() @ keys.largest)
+        total, top = torch.where(real, total, torch.inf), torch.where(real, top, 1.0)
+        for number, block in enumerate(keys.blocks(BLOCK)):
+            value = raised((part @ block.mT) / top.unsqueeze(-1), power) / total.unsqueeze(-1)
+            row, column = (value >= eps).nonzero(as_tuple=True)
+            yield row + start, column + number * BLOCK, value[row, column]
+        start += part.shape[0]
+
+
+def raised(scores: Tensor, power: float) -> Tensor:
+    """`|s|^p`, in place. Squares are far cheaper than powers, and more accurate."""
+    if power % 2:
+        return scores.abs_().pow_(power)
+    return scores.square_() if power == 2 else scores.square_().pow_(power / 2)

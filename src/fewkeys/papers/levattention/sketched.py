@@ -4,7 +4,7 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
-  with such scores >= eps have all estimated entries >= eps, and `K^T K` is not needed.
+  with such scores >= eps have all estimated entries >= eps.
 - *Scores.* With `R^T R = F^T F` the score above is `|R^-T k_j|^2 = sup_y <k_j, y>^2 / |F y|^2`. If
   `|F y|^2 <= (1 + f) |K y|^2` for all y, it is at least the leverage score over `1 + f`. The lengths of the rows
   `R^-T k_j` are estimated from C random combinations of their D numbers. By the lower tail of chi-squared an estimate
@@ -17,8 +17,7 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
   the root of an entry is off by at most a times the root of the key's score. Without the change of basis the error
   would be in units of `|q_i| |k_j|`, which no normaliser bounds.
 
-Queries in directions with hardly any keys, whose normalisers may have large rounding errors, are answered from all
-scores (search.py), so that the statements hold for all queries.
+Queries that are not trusted (gram.py) are answered from all scores, so that the statements hold for all queries.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_real
 from fewkeys.papers.levattention.gram import (
-    BLOCK_FEATURES,
     MARGIN,
     Normaliser,
     at_least,
     basis,
     candidates,
     exact_form,
+    feature_block,
     sketched_form,
 )
-from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, normal
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
@@ -50,31 +49,30 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 class Sketched:
     """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
 
-    Write A~ for the values returned. An entry is returned if its A~ is at least eps and its key is a candidate.
+    Returned are the entries of candidates with an estimate A~ of at least eps.
 
     Args:
         normalizers: e in (0, 1), any even power: with probability `1 - failure`, for all queries of the call,
             `A~ = A c` with one factor c in `[1 / (1 + e), 1 / (1 - e)]` per query. So every entry >= `(1 + e) eps` is
-            found and none below `(1 - e) eps`. Candidates come from the same sketch (p = 2) and are never missing.
+            returned and none below `(1 - e) eps`. For p = 2 candidates come from the same sketch, none is missing.
         scores: s in (0, 1), power 2: keys are candidates from an estimated leverage score of `(1 - s) eps` on. With
-            probability `1 - failure` no candidate is missing for any query, also for one chosen to break the sketch:
-            none with an entry >= eps. Alone it changes no value, and the answer is the exact one.
+            probability `1 - failure` no entry >= eps is missing, also for queries chosen to break the sketch. Alone it
+            changes no value.
         numerators: a in (0, 1), power 2: for each pair of a query and a candidate, with probability `1 - failure`,
             `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, where t <= 1 is the leverage
-            score of the key (beside `normalizers`: its estimate from the same sketch).
+            score of the key (beside `normalizers`: its estimate).
         failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
         projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    The numbers of rows and columns follow from the errors by proved bounds (projections.py). A sketch that would be no
+    The sizes of the sketches follow from the errors by proved bounds (projections.py). A sketch that would be no
     smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`, n C in place
     of n D products of D numbers for the scores, m in place of D products for a pair of query and candidate.
-    docs/levattention.md says when this is faster.
 
     Raises:
         TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
 
-    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; statements and constants are derived in
-    fewkeys/papers/levattention/sketched.py.
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; fewkeys/papers/levattention/sketched.py
+    derives statements and constants.
     """
 
     normalizers: float | None = None
@@ -84,11 +82,10 @@ class Sketched:
     projection: str = "gaussian"
 
     def __post_init__(self) -> None:
-        errors = {name: getattr(self, name) for name in ("normalizers", "scores", "numerators")}
-        for name, value in errors.items():
-            if value is not None:
+        for name in ("normalizers", "scores", "numerators"):
+            if (value := getattr(self, name)) is not None:
                 check_real(f"Sketched {name}", value, above=0.0, below=1.0)
-        if all(value is None for value in errors.values()):
+        if self.normalizers is None and self.scores is None and self.numerators is None:
             raise ValueError("Sketched: expected an error for normalizers, scores or numerators, got none; give one")
         check_real("Sketched failure", self.failure, above=0.0, below=1.0)
         if self.projection not in PROJECTIONS:
@@ -114,18 +111,23 @@ class Numerators:
     key: Tensor
 
 
+Parts = tuple[Normaliser, Tensor, Numerators | None]
+"""Normalisers, the indices of the candidates, and numerators (None: exact ones)."""
+
+
 def sketched_parts(
     sketch: Sketched, queries: int, heads: int, keys: ScaledKeys, eps: float, power: float, generator: torch.Generator
-) -> tuple[Normaliser, Tensor, Numerators | None]:
-    """Normalisers, the indices of the candidates, and numerators (None: exact ones), for one head of `heads`."""
+) -> Parts:
+    """The parts for one head of `heads`."""
     delta = sketch.failure / heads
     form = _form(sketch, queries, keys, even_degree(power), delta, generator)
-    if sketch.scores is not None:
-        chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
-    else:
+    if sketch.scores is None:
         chosen = candidates(keys, form, eps, power)
-    numerators = None if sketch.numerators is None else _numerators(keys, form, chosen, sketch, generator)
-    return form, chosen, numerators
+    else:
+        chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
+    if sketch.numerators is None:
+        return form, chosen, None
+    return form, chosen, _numerators(keys, form, chosen, sketch.numerators, sketch.failure, generator)
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
@@ -149,9 +151,9 @@ def _form(
     rows = sketch_rows(sketch, queries, total, columns, delta)
     if rows == total:
         return exact_form(keys, degree)
-    blocks = keys.blocks(min(BLOCK, max(1, BLOCK_FEATURES // columns)), working(keys.key[:0]).dtype)
+    blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
     features = (tensor_features(part, degree) for part in blocks)
-    return sketched_form(PROJECTIONS[sketch.projection].apply(features, total, rows, generator), total, degree)
+    return sketched_form(PROJECTIONS[sketch.projection].apply(features, rows, generator), total, degree)
 
 
 def _candidates(
@@ -174,13 +176,13 @@ def _candidates(
 
 
 def _numerators(
-    keys: ScaledKeys, form: Normaliser, chosen: Tensor, sketch: Sketched, generator: torch.Generator
+    keys: ScaledKeys, form: Normaliser, chosen: Tensor, error: float, failure: float, generator: torch.Generator
 ) -> Numerators | None:
     """Both factors of all scores after one CountSketch of the coordinates; None if it would have D sums or more."""
-    columns = math.ceil(2.2 / (sketch.failure * (sketch.numerators or 1.0) ** 2))  # 2.2: the ridge adds up to 4 %
+    columns = math.ceil(2.2 / (failure * error**2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None
     change = basis(form)
     eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
-    spread = CountSketch().apply(iter([eye]), keys.dim, columns, generator).mT
+    spread = CountSketch().apply(iter([eye]), columns, generator).mT
     return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

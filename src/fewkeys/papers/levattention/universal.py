@@ -1,15 +1,13 @@
-"""Universal sets: the keys that have every large entry of attention, for all queries.
-
-The guarantee follows from the scores in `fewkeys.sketch.leverage`.
-"""
+"""Universal sets: the keys that have every large entry of attention, for all queries, by `fewkeys.sketch.leverage`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import full_precision, working
-from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import check_real
+from fewkeys.papers.levattention.keys import checked
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
@@ -26,9 +24,9 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
             `f(s) / |s|^p` not increasing. Huber and Tukey's biweight have p = 2, at any threshold.
 
     Returns:
-        bool (B, H, N). Per head at most `r / eps` keys are marked for p <= 2, r = rank(K), `r^(p/2) / eps` for p > 2;
-        with `bounded_growth` at most `1 / eps` times as many. Scores are computed in float64. Cost as
-        `leverage_scores`; with `bounded_growth` that of at most `1 / eps` rounds.
+        bool (B, H, N), at most `r / eps` keys per head for p <= 2, r = rank(K), `r^(p/2) / eps` for p > 2. Scores are
+        computed in float64. Cost as `leverage_scores`. With `bounded_growth` at most `1 / eps` times as many keys and
+        as much cost.
 
     Raises:
         TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.
@@ -37,10 +35,11 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)
-    rows = working(check_tensor("key", key)).detach()
-    check_finite(key=rows)
-    if bounded_growth:
-        return peeled(rows, eps, power)
+    rows = checked("key", key)
+    return peeled(rows, eps, power) if bounded_growth else _universal(rows, eps, power)
+
+
+def _universal(rows: Tensor, eps: float, power: float) -> Tensor:
     return sensitivity_bounds(rows, power) >= eps * (1 - ROUNDING)
 
 
@@ -53,11 +52,11 @@ def peeled(rows: Tensor, eps: float, power: float) -> Tensor:
     holds members of S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in S) r_l^p <=
     r_m^p / eps`: its share of `|s|^p` is at least eps and the round removes it. If R holds none,
     `sum_(l in R) r_l^p <= 1 / eps`: the round removes j. As `|S| <= 1 / eps - 1`, j is gone after floor(1 / eps)
-    rounds. A round that removes nothing would repeat for ever, so the peeling can stop there.
+    rounds. A round that removes nothing would repeat, so the peeling can stop there.
     """
     marked = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
     for _ in range(int(1 / eps * (1 + ROUNDING))):
-        large = sensitivity_bounds(rows.masked_fill(marked.unsqueeze(-1), 0.0), power) >= eps * (1 - ROUNDING)
+        large = _universal(rows.masked_fill(marked.unsqueeze(-1), 0.0), eps, power)
         if not bool((large & ~marked).any()):
             break
         marked = marked | large

@@ -4,9 +4,9 @@ A line here makes a file's classes public, loadable by name and part of every la
 """
 
 from fewkeys.core.rooms import public_names
-from fewkeys.papers.sparsefinder.block_clusters import BlockClusters as BlockClusters
 from fewkeys.papers.sparsefinder.evaluate import GraphScores as GraphScores
 from fewkeys.papers.sparsefinder.evaluate import score_graphs as score_graphs
+from fewkeys.papers.sparsefinder.groupings import BlockClusters as BlockClusters
 from fewkeys.papers.sparsefinder.groupings import Buckets as Buckets
 from fewkeys.papers.sparsefinder.groupings import ClusterPairs as ClusterPairs
 from fewkeys.papers.sparsefinder.groupings import Clusters as Clusters

@@ -26,8 +26,8 @@ class GraphScores:
     """The quality of a selector's edges in every head of a layer: means over the sequences, each (Hq,) float64.
 
     recall: share of the gold edges that are kept. sparsity: share of the *visible* pairs that are not kept. exact:
-    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation and entropy: of its
-    `Groups`, NaN for a graph without groups.
+    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation and entropy: those of
+    `Groups`, NaN for other graphs.
     """
 
     recall: Tensor
@@ -44,7 +44,7 @@ class GraphScores:
 
 @dataclass(frozen=True)
 class FitRow:
-    """Means of `GraphScores` over layers, heads and sequences, None for a graph without groups.
+    """Means of `GraphScores` over layers, heads and sequences, None in place of NaN.
 
     `window` and `random`: the recall of a window and of random edges that keep as many keys per query.
     """
@@ -66,8 +66,7 @@ def score_graphs(
 ) -> dict[str, GraphScores]:
     """Compare the edges of each selector with `EntmaxSupport(alpha)` in one layer of a capture.
 
-    Each sequence runs alone and without its padding. `seed`: for random selectors. Cost O(n^2 D), memory O(n^2) of
-    one sequence.
+    Each sequence runs alone, without its padding. `seed`: for random selectors. Cost O(n^2 D), memory O(n^2).
     """
     total: dict[str, list[Tensor]] = {name: [] for name in selectors}
     for call in capture.calls(layer):
@@ -95,15 +94,15 @@ def judge(
 
     def over_layers(selectors: Callable[[int], dict[str, Selector]]) -> dict[str, dict[str, float]]:
         nonlocal steps
-        rows: dict[str, list[dict[str, float]]] = {}
+        layers = []
         for layer in range(capture.layers):
-            for name, scores in score_graphs(capture, layer, selectors(layer), alpha=alpha).items():
-                rows.setdefault(name, []).append(scores.means())
+            scores = score_graphs(capture, layer, selectors(layer), alpha=alpha)
+            layers.append({name: graph.means() for name, graph in scores.items()})
             steps += 1
             done(steps, 2 * capture.layers)
         return {
-            name: {measure: sum(row[measure] for row in measured) / len(measured) for measure in measured[0]}
-            for name, measured in rows.items()
+            name: {measure: sum(scores[name][measure] for scores in layers) / len(layers) for measure in measures}
+            for name, measures in layers[0].items()
         }
 
     pairs = [(space, grouping) for space in finders for grouping in groupings]
@@ -132,25 +131,21 @@ def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
         x = problem_of(sequence)
         queries = x.valid_queries if sequence.query_mask is None else sequence.query_mask
         query = sequence.query if queries is None else sequence.query[:, :, queries[0]]
-        keys = slice(None) if x.valid is None else x.valid[0]
-        key, value = sequence.key[:, :, keys], sequence.value[:, :, keys]
+        real = slice(None) if x.valid is None else x.valid[0]
+        key, value = sequence.key[:, :, real], sequence.value[:, :, real]
         if query.shape[2] and key.shape[2]:
             yield replace(sequence, query=query, key=key, value=value, key_mask=None, query_mask=None, gradient=None)
 
 
 def _scores(x: Inputs, selector: Selector, gold: Tensor) -> Tensor:
+    """The fields of `GraphScores` (6, Hq) of one sequence."""
     graph = selector.select(x)
     mask = graph.to_mask()
     seen = visible(x, 0, x.queries).expand_as(mask)
     kept = mask.sum((-2, -1)).double()
-    none = torch.full_like(kept, math.nan)
-    groups = graph.extra if isinstance(graph.extra, Groups) else None
-    measures = (
-        metrics.recall(mask, gold),
-        1 - kept / seen.sum((-2, -1)),
-        metrics.exact_fraction(mask, gold),
-        kept / x.queries,
-        none if groups is None else groups.computation_sparsity(),
-        none if groups is None else groups.entropy(),
-    )
+    computation = entropy = torch.full_like(kept, math.nan)
+    if isinstance(graph.extra, Groups):
+        computation, entropy = graph.extra.computation_sparsity(), graph.extra.entropy()
+    recall, exact = metrics.recall(mask, gold), metrics.exact_fraction(mask, gold)
+    measures = (recall, 1 - kept / seen.sum((-2, -1)), exact, kept / x.queries, computation, entropy)
     return torch.stack([value[0].double() for value in measures])

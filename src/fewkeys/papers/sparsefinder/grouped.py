@@ -2,7 +2,7 @@
 
 Keys are sorted by group once, and the queries of each chunk likewise: a group's queries times all its keys is one small
 matrix product. Put back into the order of the queries, the products of one membership are a stretch of every row of
-scores. So rows have the form that all other sources have, and statistics of whole rows need nothing special.
+scores, as from all other sources.
 
 An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that is
 also in the band or a list belongs there.
@@ -47,8 +47,7 @@ class GroupedKeys(Kept):
         self.graph = graph
         if x.valid is not None:
             key = key.masked_fill(~x.valid[:, None, :, None], -1)
-        heads = x.batch * x.query_heads
-        self.none = heads * count
+        self.none = x.batch * x.query_heads * count
         query, key = self._numbered(query, count), self._numbered(key, count)
         members = key.masked_fill(key < 0, self.none).flatten()
         size = torch.bincount(members, minlength=self.none + 1)
@@ -59,7 +58,7 @@ class GroupedKeys(Kept):
         self.owner = owner.split(self.sizes)
         self.row = owner // (x.gqa_ratio * x.keys) * x.keys + owner % x.keys  # of the key heads' keys, flat
         self.key_groups = key.flatten(0, 2).unbind(-1)
-        self.overlaps = [[_overlap(one, other) for other in key.unbind(-1)] for one in query.unbind(-1)]
+        self.overlaps = [[_overlap(ids, key_ids) for key_ids in key.unbind(-1)] for ids in query.unbind(-1)]
         self.key, self.value = (self._by_group(rows.flatten(0, 1)) for rows in (x.key, x.value))
         self.width = max(1, int(size[self.query_group].flatten(0, 2).amax(0).sum()))
         self._latest: tuple[Chunk, list[Stretch]] | None = None
@@ -84,16 +83,11 @@ class GroupedKeys(Kept):
         return self._sums(lines, self.value, chunk)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        members = self._by_group(member)
-        lines = []
+        members, lines = self._by_group(member), []
         for stretch in self._stretches(chunk):
             sets = zip(stretch.groups, stretch.counts, stretch.hidden, strict=True)
-            lines.append(
-                [
-                    members[group].new_ones((count, self.sizes[group])) * (1 if hidden is None else ~hidden)
-                    for group, count, hidden in sets
-                ]
-            )
+            ones = [(members[g].new_ones((count, self.sizes[g])), hidden) for g, count, hidden in sets]
+            lines.append([line if hidden is None else line.masked_fill_(hidden, 0.0) for line, hidden in ones])
         return self._sums(lines, members, chunk)
 
     def _sums(self, lines: Sequence[Sequence[Tensor]], by_group: Sequence[Tensor], chunk: Chunk) -> Tensor:
@@ -116,18 +110,16 @@ class GroupedKeys(Kept):
             groups = self.query_group[chunk.heads, :, chunk.start : chunk.start + rows]
             groups = pad(groups, (0, 0, 0, rows - groups.shape[2]), value=self.none)
             groups = groups.unflatten(2, (chunk.blocks, chunk.size)).transpose(1, 2).flatten(0, 3)
-            edges = _Elsewhere(self, chunk, groups)
-            self._latest = chunk, [self._stretch(groups[:, m], m, edges) for m in range(groups.shape[1])]
+            hidden = _HiddenPairs(self, chunk, groups)
+            self._latest = chunk, [self._stretch(groups[:, m], m, hidden) for m in range(groups.shape[1])]
         return self._latest[1]
 
-    def _stretch(self, group: Tensor, membership: int, elsewhere: _Elsewhere) -> Stretch:
+    def _stretch(self, group: Tensor, membership: int, hidden_pairs: _HiddenPairs) -> Stretch:
         order = group.argsort(stable=True)
         number, count = group[order].unique_consecutive(return_counts=True)
         groups, counts = number.tolist(), count.tolist()
-        rows = order.split(counts)
-        hidden = [elsewhere.pairs(members, g, membership) for members, g in zip(rows, groups, strict=True)]
-        width = max(1, *(self.sizes[g] for g in groups))
-        return Stretch(order, order.argsort(), groups, counts, hidden, width)
+        hidden = [hidden_pairs(rows, g, membership) for rows, g in zip(order.split(counts), groups, strict=True)]
+        return Stretch(order, order.argsort(), groups, counts, hidden, max(1, *(self.sizes[g] for g in groups)))
 
     def _numbered(self, ids: Tensor, count: int) -> Tensor:
         """Groups (B Hkv, query heads of a key head, N, M >= 1), numbered through all heads, -1 for none."""
@@ -138,12 +130,12 @@ class GroupedKeys(Kept):
         return numbered.flatten(0, 1)
 
 
-class _Elsewhere:
+class _HiddenPairs:
     """Which pairs of a chunk's queries and their groups' keys are no edges, or count in a band, a list or a group."""
 
     def __init__(self, keys: GroupedKeys, chunk: Chunk, groups: Tensor) -> None:
         x, columns = keys.graph.inputs, keys.graph.columns
-        self.keys, self.groups, self.inputs, self.band = keys, groups, x, keys.graph.band
+        self.keys, self.groups, self.inputs = keys, groups, x
         self.position = chunk.positions().repeat(groups.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
         self.lists: Tensor | None = None
         if columns is not None:
@@ -152,36 +144,33 @@ class _Elsewhere:
                 block = chunk.start // chunk.size
                 index, used = index[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
             self.lists = index.masked_fill(~used, x.keys).flatten(0, 1).sort(-1).values
-            self.rows_of_list = groups.shape[0] // self.lists.shape[0]
 
-    def pairs(self, rows: Tensor, group: int, membership: int) -> Tensor | None:
+    def __call__(self, rows: Tensor, group: int, membership: int) -> Tensor | None:
         """The pairs (rows, keys) of a group that the queries `rows` of the chunk have as this membership."""
         owner = self.keys.owner[group]
         place, position = owner % self.inputs.keys, self.position[rows].unsqueeze(-1)
         masks = []
         if self.inputs.is_causal:
             masks.append(place > position)
-        if self.band is not None:
+        if (band := self.keys.graph.band) is not None:
             step = place - position
-            masks.append((step >= -self.band[0]) & (step <= self.band[1]))
+            masks.append((step >= -band[0]) & (step <= band[1]))
         if self.lists is not None:
-            lists, places = self.lists[rows // self.rows_of_list], place.expand(rows.shape[0], -1).contiguous()
+            lists = self.lists[rows // (self.groups.shape[0] // self.lists.shape[0])]
+            places = place.expand(rows.shape[0], -1).contiguous()
             at = torch.searchsorted(lists, places).clamp_max(lists.shape[1] - 1)
             masks.append(lists.gather(1, at) == places)
         for earlier in range(membership):
             for key_group, overlap in zip(self.keys.key_groups, self.keys.overlaps[earlier], strict=True):
                 if overlap:
                     masks.append(self.groups[rows, earlier].unsqueeze(-1) == key_group[owner])
-        hidden = None
-        for mask in masks:
-            hidden = mask if hidden is None else hidden | mask
-        return hidden
+        return reduce(torch.logical_or, masks) if masks else None
 
 
 def _overlap(query: Tensor, key: Tensor) -> bool:
     """Whether two sets of groups may meet: those of different rounds or dimensions have disjoint ranges."""
     query, key = query.flatten(2), key.flatten(2)
-    low, high = (query.masked_fill(query < 0, torch.iinfo(query.dtype).max).amin(-1), query.amax(-1))
+    low, high = query.masked_fill(query < 0, torch.iinfo(query.dtype).max).amin(-1), query.amax(-1)
     return bool(((key >= low.unsqueeze(-1)) & (key <= high.unsqueeze(-1))).any())
 
 

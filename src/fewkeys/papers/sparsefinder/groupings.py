@@ -1,13 +1,11 @@
-"""Selectors that join queries and keys of one space: by distance, by shared buckets, by shared clusters.
+"""Selectors that join queries and keys of one space: by distance, buckets, clusters, clusters of blocks.
 
-Each takes queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space of `project`; `fitted` is what was learned of
-that space before. `Sparsefinder.selector` sets both. Source: Sparsefinder (arXiv 2109.12188), section 3.3.
+Source: Sparsefinder (arXiv 2109.12188), section 3.3; section 5 and appendix for blocks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, get_args
 
@@ -18,7 +16,7 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.groups import Groups
+from fewkeys.papers.sparsefinder.groups import Groups, member_ids
 from fewkeys.papers.sparsefinder.space import (
     Centroids,
     Edges,
@@ -26,11 +24,13 @@ from fewkeys.papers.sparsefinder.space import (
     Joined,
     Projection,
     check_space,
+    closeness,
     nearest,
     projected,
     space_work,
 )
 from fewkeys.select.base import Selector
+from fewkeys.select.recent import RecentBlocks
 from fewkeys.select.rows import listed, query_blocks
 
 Kind = Literal["equal_size", "uniform"]
@@ -40,12 +40,11 @@ Kind = Literal["equal_size", "uniform"]
 class Grouping(Selector, ABC, listed=False):
     """The edges that a rule predicts between queries and keys of one layer, in a learned space or as they are.
 
-    Compared by content, saved with plans. No randomness, no gradient. Cost O(n D r) for the space, then the rule's own.
+    No randomness, no gradient. Cost O(n D r) for the space, then the rule's own.
 
     Args:
         project: the space, of as many query heads as the layer has; None: q and k as they are.
-        fitted: what the rule learned of the space; None: nothing yet, so that the rule can only be given to
-            `Sparsefinder.selector`.
+        fitted: what the rule learned of the space. `Sparsefinder.selector` sets both.
     """
 
     project: Projection | None = field(default=None, kw_only=True)
@@ -55,7 +54,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @property
     def size(self) -> int:
-        """How many values `fitted` has for each head, of one dimension where dimensions stand alone."""
+        """The `size` of `fitted`."""
         return 0
 
     def __post_init__(self) -> None:
@@ -81,13 +80,16 @@ class Grouping(Selector, ABC, listed=False):
             raise ValueError(f"fitted: expected values for {self.rule}, got None; use Sparsefinder.selector")
         return self.fitted.for_rows(rows)
 
-    @abstractmethod
-    def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
-        """The expected share of the pairs that are edges, and operations per key and query head of choosing them."""
+    def covers(self, inputs: Inputs) -> bool:
+        return False
 
     @property
     def causal(self) -> bool:
         return True
+
+    @abstractmethod
+    def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        """The expected share of the pairs that are edges, and operations per key and query head of choosing them."""
 
     def work(self, inputs: Inputs) -> Work:
         rank, space = space_work(inputs, self.project)
@@ -106,11 +108,7 @@ class Grouping(Selector, ABC, listed=False):
 
 @dataclass(frozen=True)
 class Distance(Grouping):
-    """(i, j) is an edge when `|q'_i - k'_j| <= t`.
-
-    Compares every pair, in r dimensions instead of D: O(n^2 r), and the graph has a list per query. A bound on the
-    quality of the space; it saves no time.
-    """
+    """(i, j) is an edge when `|q'_i - k'_j| <= t`. Cost O(n^2 r): a bound on what the space can give."""
 
     t: float
     is_oracle: ClassVar[bool] = True
@@ -120,17 +118,14 @@ class Distance(Grouping):
         super().__post_init__()
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
-        return listed(inputs, self._masks(inputs, query, key))
+        key_size = key.square().sum(-1).unsqueeze(-2)
 
-    def _masks(self, inputs: Inputs, query: Tensor, key: Tensor) -> Iterator[Tensor]:
-        size = key.square().sum(-1).unsqueeze(-2)
-        for start, stop in query_blocks(inputs):
+        def mask(start: int, stop: int) -> Tensor:
             rows = query[:, :, start:stop]
-            near = rows.square().sum(-1, keepdim=True) + size - 2 * (rows @ key.mT) <= self.t**2
-            yield near & visible(inputs, start, stop)
+            near = rows.square().sum(-1, keepdim=True) + key_size - 2 * (rows @ key.mT) <= self.t**2
+            return near & visible(inputs, start, stop)
 
-    def covers(self, inputs: Inputs) -> bool:
-        return False
+        return listed(inputs, (mask(start, stop) for start, stop in query_blocks(inputs)))
 
     def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
         return 1.0, 2.0 * rank * inputs.queries
@@ -141,11 +136,9 @@ class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
     kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; bucket b of queries is joined to bucket b of keys. Ranks depend on the whole sequence, so causal and
-    cross-attention use `fitted` quantiles instead. kind "uniform": `floor(beta (tanh(x) + 1) / 2)`, which depends on no
-    other token.
-
-    Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
+    do the keys. Ranks depend on the whole sequence, so causal and cross-attention use `fitted` quantiles instead. kind
+    "uniform": `floor(beta (tanh(x) + 1) / 2)`. Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of
+    the pairs are edges.
     """
 
     beta: int
@@ -167,7 +160,7 @@ class Buckets(Grouping):
         if self.kind == "uniform":
             bins = [((rows.tanh() + 1) * (self.beta / 2)).long().clamp_max(self.beta - 1) for rows in (query, key)]
         elif self.fitted is not None:
-            bins = [_between(rows, bounds) for rows, bounds in zip((query, key), self.fitted_for(query), strict=True)]
+            bins = [_between(rows, edges) for rows, edges in zip((query, key), self.fitted_for(query), strict=True)]
         else:
             bins = [_by_rank(rows, real, self.beta) for rows, real in ((query, x.valid_queries), (key, x.valid))]
         first = torch.arange(query.shape[-1], device=query.device) * self.beta
@@ -188,9 +181,9 @@ class Buckets(Grouping):
 class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
-    `count` centroids per head are fitted by k-means on queries and keys together. With `rounds` > 1 there are that
-    many sets, from different seeds, and the edges are the union. Cost O(n count r rounds) to choose; a share of about
-    `rounds top^2 / count` of the pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
+    `count` centroids per head are fitted by k-means on queries and keys together. The edges are the union over `rounds`
+    such sets, from different seeds. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` of the
+    pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -199,9 +192,8 @@ class Clusters(Grouping):
     learns: ClassVar[type[Fitted] | None] = Centroids
 
     def __post_init__(self) -> None:
-        check_count("Clusters count", self.count)
-        check_count("Clusters top", self.top)
-        check_count("Clusters rounds", self.rounds)
+        for name in ("count", "top", "rounds"):
+            check_count(f"Clusters {name}", getattr(self, name))
         if self.top > self.count:
             raise ValueError(f"Clusters top: expected at most the count, {self.count}, got {self.top}")
         super().__post_init__()
@@ -212,12 +204,12 @@ class Clusters(Grouping):
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         (places,) = self.fitted_for(query)
-        sets = list(enumerate(places.split(self.count, 1)))
+        rounds = places.split(self.count, 1)
         ids = [
-            torch.cat([nearest(rows, centres, self.top) + number * self.count for number, centres in sets], -1)
+            torch.cat([nearest(rows, place, self.top) + i * self.count for i, place in enumerate(rounds)], -1)
             for rows in (query, key)
         ]
-        return _grouped(inputs, ids[0], ids[1], self.count * self.rounds)
+        return _grouped(inputs, ids[0], ids[1], self.size)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.top == self.count
@@ -230,12 +222,10 @@ class Clusters(Grouping):
 class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
-    Queries have `count` clusters, and keys have `count` others. On the captured text, each head counts the share of
-    gold edges between clusters a and b, and the share of all pairs of tokens between them. Clusters are joined if the
-    first share is at least `lift` times the second; the pair with the largest ratio is always joined. So gold edges
-    need not be near if they are regular: keys that all queries attend to are joined to all clusters of queries. One
-    lift for all heads gives the largest mean recall for the mean number of edges: hard heads get more. Cost
-    O(n count r) to choose.
+    Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
+    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio is
+    always joined. So gold edges need not be near if they are regular: keys that all queries attend to are joined to all
+    clusters of queries. Cost O(n count r) to choose.
 
     Ours, not the paper's, where a query is joined to the keys of its own cluster.
     """
@@ -256,17 +246,83 @@ class ClusterPairs(Grouping):
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         query_places, key_places, pairs = self.fitted_for(query)
         # A group is a cluster of keys. A query is in the groups that its cluster is joined to.
-        lists = torch.where(pairs > 0, torch.arange(self.count, device=query.device), -1)
-        lists = lists.topk(int((pairs > 0).sum(-1).max()), -1).values.expand(*query.shape[:2], -1, -1)
-        ids = lists.gather(2, nearest(query, query_places).expand(-1, -1, -1, lists.shape[-1]))
+        groups = member_ids(pairs > 0).expand(*query.shape[:2], -1, -1)
+        ids = groups.gather(2, nearest(query, query_places).expand(-1, -1, -1, groups.shape[-1]))
         return _grouped(inputs, ids, nearest(key, key_places), self.count)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return False
 
     def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
         share = float(self.fitted.pairs.double().mean()) if isinstance(self.fitted, Joined) else 1.0
         return share, 4.0 * rank * self.count
+
+
+@dataclass(frozen=True)
+class BlockClusters(Selector):
+    """(i, j) is an edge when a cluster has the blocks of query i and of key j, or the blocks are neighbours.
+
+    Blocks have `size` positions, a power of two, and are represented by the mean of their projected real tokens. A
+    cluster has the `top` query blocks and the `top` key blocks nearest to its centroid: of all blocks (the paper's
+    version 1), or with `inside` of those for which it is the nearest centroid (version 2). They take the place of
+    BigBird's random blocks, beside its window of `window` blocks, an odd number with the query's block in the middle.
+    `project`: the space in which `centroids` were fitted; None: q and k as they are.
+
+    Not causal: a block's mean has all its tokens, and later blocks compete for the centroid. No randomness. Cost
+    O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
+    """
+
+    size: int
+    top: int
+    centroids: Centroids
+    project: Projection | None = None
+    inside: bool = False
+    window: int = 3
+
+    def __post_init__(self) -> None:
+        RecentBlocks(check_count("BlockClusters size", self.size))  # refuses what is no power of two
+        check_count("BlockClusters top", self.top)
+        if check_count("BlockClusters window", self.window) % 2 == 0:
+            raise ValueError(f"BlockClusters window: expected an odd number of blocks, got {self.window}; add one")
+        if not isinstance(self.centroids, Centroids):
+            got = None if self.centroids is None else type(self.centroids).__name__
+            raise TypeError(f"centroids: expected Centroids, got {got}; fit them on captured queries and keys")
+        check_space(self.project, self.centroids)
+
+    @property
+    def _window(self) -> RecentBlocks:
+        return RecentBlocks(self.size, self.window // 2 + 1)
+
+    def select(self, inputs: Inputs) -> Graph:
+        x = inputs
+        query, key = projected(x, self.project)
+        (centroids,) = self.centroids.for_rows(query)
+        query = self._ids(query, x.valid_queries, x.offset, centroids)
+        key = self._ids(key, x.valid, 0, centroids)
+        return self._window.select(x) | Graph(x, extra=Groups(query, key, self.centroids.size))
+
+    def _ids(self, rows: Tensor, real: Tensor | None, offset: int, centroids: Tensor) -> Tensor:
+        """The ids (B, Hq, N, M) of rows (B, Hq, N, r) whose first one stands at `offset`."""
+        block = (torch.arange(rows.shape[2], device=rows.device) + offset) // self.size - offset // self.size
+        flags = rows.new_ones((rows.shape[0], rows.shape[2])) if real is None else real.to(rows.dtype)
+        blocks = int(block[-1]) + 1
+        total = rows.new_zeros((*rows.shape[:2], blocks, rows.shape[3]))
+        total.index_add_(2, block, rows * flags[:, None, :, None])
+        count = flags.new_zeros((rows.shape[0], blocks)).index_add_(1, block, flags)
+        mean = total / count.clamp_min(1)[:, None, :, None]
+        # -|x - c|^2 / 2, which compares blocks as well as centroids.
+        near = closeness(mean, centroids) - 0.5 * mean.square().sum(-1, keepdim=True)
+        if self.inside:
+            near = near.masked_fill(near < near.amax(-1, keepdim=True), -torch.inf)
+        return member_ids(nearest_members(near, count > 0, self.top))[:, :, block]
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self._window.covers(inputs)
+
+    def work(self, inputs: Inputs) -> Work:
+        # A query block is in top centroids / blocks clusters on average.
+        blocks = max(1.0, inputs.queries / self.size)
+        clusters = self.centroids.size * min(1.0, self.top / blocks)
+        rank, prepare = space_work(inputs, self.project)
+        choose = 4.0 * rank * self.centroids.size / self.size * inputs.gqa_ratio
+        return Work(self.size * (self.window + clusters * self.top), prepare + choose)
 
 
 def _grouped(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> Graph:
@@ -287,11 +343,24 @@ def _between(rows: Tensor, edges: Tensor) -> Tensor:
 
 def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
     """The bucket of each entry of rows (B, H, N, r) by its rank among the real ones of its dimension."""
-    count: int | Tensor = rows.shape[2]
+    count = torch.tensor(rows.shape[2], device=rows.device)
     if real is not None:
         rows = rows.masked_fill(~real[:, None, :, None], torch.inf)
         count = real.sum(-1)[:, None, None, None]
     rank = rows.argsort(dim=2, stable=True).argsort(dim=2)
-    size = (count + beta - 1) // beta
-    bucket = rank // (size.clamp_min(1) if isinstance(size, Tensor) else size)
-    return bucket.clamp_max(beta - 1)
+    size = ((count + beta - 1) // beta).clamp_min(1)
+    return (rank // size).clamp_max(beta - 1)
+
+
+def nearest_members(near: Tensor, real: Tensor | None, count: int | Tensor) -> Tensor:
+    """Whether a row is among the `count` real rows with the largest `near` of a group: bool (B, H, N, C).
+
+    `near` (B, H, N, C); `real` (B, N); `count` a number, or one for each sequence (B,).
+    """
+    if real is not None:
+        near = near.masked_fill(~real[:, None, :, None], -torch.inf)
+    capacity = torch.as_tensor(count, device=near.device).view(-1, 1, 1, 1)
+    top = near.topk(min(near.shape[2], int(capacity.max())), 2)
+    place = torch.arange(top.indices.shape[2], device=near.device)[:, None]
+    taken = (top.values > -torch.inf) & (place < capacity)
+    return torch.zeros_like(near, dtype=torch.bool).scatter_(2, top.indices, taken)

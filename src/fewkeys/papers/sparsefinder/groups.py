@@ -1,8 +1,7 @@
 """Edges by groups: a query attends to the keys of its own groups.
 
-Clusters, buckets and hash codes give every query and every key a few ids; a query and a key that share an id are an
-edge. Several rounds, or several quantised dimensions, have distinct ids in one flat numbering: round r of C clusters
-has ids r C .. (r + 1) C - 1.
+Clusters, buckets and hash codes give every query and every key a few ids. Rounds and quantised dimensions have ids of
+their own in one flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Groups:
     """Query i and key j are an edge when they share a group; sharing several counts once.
 
     `query` (B, Hq, Nq, Mq) and `key` (B, Hq, Nk, Mk), int64: the groups, 0 .. count - 1, of every query and of every
-    key, -1 for none. Keys have groups for every *query* head, also where query heads share the keys themselves.
+    key, -1 for none. Keys have groups for every *query* head.
     """
 
     query: Tensor
@@ -43,7 +42,7 @@ class Groups:
                     f"Groups {name}: expected shape (batch, query heads, tokens, memberships), got {tuple(ids.shape)}; "
                     "add the missing dimensions with unsqueeze"
                 )
-            low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+            low, high = map(int, ids.aminmax()) if ids.numel() else (-1, -1)
             if low < -1 or high >= self.count:
                 raise ValueError(
                     f"Groups {name}: expected ids in 0 .. {self.count - 1}, or -1 for none, got {low} .. {high}; "
@@ -56,7 +55,7 @@ class Groups:
             )
 
     def check(self, inputs: Inputs) -> None:
-        """Raise `ValueError` where the ids are not those of such queries and keys."""
+        """Raise `ValueError` unless the ids have the shapes of the queries and keys."""
         x = inputs
         for name, ids, tokens in (("query", self.query, x.queries), ("key", self.key, x.keys)):
             if ids.shape[:3] != (x.batch, x.query_heads, tokens):
@@ -67,12 +66,9 @@ class Groups:
 
     def __or__(self, other: Groups) -> Groups:
         """Edges of either: the ids of `other` are shifted behind those of this one."""
-
-        def shifted(ids: Tensor) -> Tensor:
-            return torch.where(ids < 0, ids, ids + self.count)
-
-        query = torch.cat([self.query, shifted(other.query)], -1)
-        return Groups(query, torch.cat([self.key, shifted(other.key)], -1), self.count + other.count)
+        query, key = (torch.where(ids < 0, ids, ids + self.count) for ids in (other.query, other.key))
+        count = self.count + other.count
+        return Groups(torch.cat([self.query, query], -1), torch.cat([self.key, key], -1), count)
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Whether queries start .. stop - 1 share a group with each key: bool (B, Hq, stop - start, Nk)."""
@@ -94,8 +90,8 @@ class Groups:
     def computation_sparsity(self) -> Tensor:
         """`1 - sum_g |Q_g| |K_g| / (Nq Nk)`, at least 0, per head (B, Hq): the share of all scores not computed.
 
-        Groups run whole: the scores of all pairs in a group are computed, also of pairs that causality or padding
-        hides, and a pair that shares two groups is computed twice. So this is at most the sparsity of the edges.
+        All pairs in a group are computed, also hidden ones, and a pair that shares two groups is computed twice. So
+        this is at most the sparsity of the edges.
         """
         scores = (_members(self.query, self.count) * _members(self.key, self.count)).sum(-1)
         return (1.0 - scores / (self.query.shape[2] * self.key.shape[2])).clamp_min(0.0).float()
@@ -109,6 +105,13 @@ class Groups:
         p = size / size.sum(-1, keepdim=True).clamp_min(1)
         entropy: Tensor = -torch.special.xlogy(p, p).sum(-1)
         return (entropy / math.log(max(self.count, 2))).clamp(0.0, 1.0).float()
+
+
+def member_ids(member: Tensor) -> Tensor:
+    """Ids (..., M), -1 for none, of the groups that `member` (..., C) bool marks; M is the largest number."""
+    most = int(member.sum(-1).max()) if member.numel() else 0
+    ids = torch.where(member, torch.arange(member.shape[-1], device=member.device), -1)
+    return ids.topk(most, -1).values
 
 
 def _members(ids: Tensor, count: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +26,7 @@ class EntmaxSupport(Selector):
     """(i, j) is an edge when `entmax_alpha(s_i)_j > 0`, s_i the scores of query i with all keys that it sees.
 
     Attention by `Entmax(alpha)` over this graph, or any that contains it, equals that over all keys. alpha > 1; larger
-    alpha, fewer edges. Cost O(n^2 D), memory O(n + edges), since queries are processed in blocks.
+    alpha, fewer edges. Cost O(n^2 D), memory O(n + edges).
 
     Source: the gold graph of Sparsefinder (arXiv 2109.12188), section 3.1.
     """
@@ -54,9 +53,8 @@ class EntmaxSupport(Selector):
 class GlobalTokens(Counted):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
-    `Sinks` has only the edges with such a j. In cross-attention, and for queries after a cache, query i counts as one
-    of the first tokens if its position is below `count`. Under causality the first tokens see their past only.
-    Cost O(n count).
+    In cross-attention, and for queries after a cache, query i is one of the first tokens if its position is below
+    `count`. Under causality the first tokens see their past only. Cost O(n count).
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """
@@ -84,9 +82,8 @@ class GlobalTokens(Counted):
 class RandomEdges(Counted):
     """Every query keeps `count` of the keys that it may see, drawn uniformly without replacement.
 
-    The control for edges as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
-    share their keys share the draw: a number for each pair, from the call's generator, of which the largest count.
-    Cost O(n^2); a control need not be fast.
+    The control for edges, as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
+    share their keys share the draw, a number from the call's generator for each pair. Cost O(n^2).
     """
 
     is_oracle: ClassVar[bool] = True
@@ -94,16 +91,16 @@ class RandomEdges(Counted):
     causal = True
 
     def select(self, inputs: Inputs) -> Graph:
-        return listed(inputs, self._masks(inputs))
-
-    def _masks(self, inputs: Inputs) -> Iterator[Tensor]:
         x = inputs
-        for start, stop in query_blocks(x):
+
+        def mask(start: int, stop: int) -> Tensor:
             seen = visible(x, start, stop)
             number = uniform(x, (x.batch, x.kv_heads, stop - start, x.keys)).masked_fill(~seen, -1.0)
             top = number.topk(min(self.count, x.keys), -1).indices
             drawn = torch.zeros_like(number, dtype=torch.bool).scatter_(-1, top, True) & seen
-            yield drawn.repeat_interleave(x.gqa_ratio, 1)
+            return drawn.repeat_interleave(x.gqa_ratio, 1)
+
+        return listed(x, (mask(start, stop) for start, stop in query_blocks(x)))
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), float(inputs.queries))

@@ -1,9 +1,9 @@
-"""Learned spaces in which selectors may compare queries and keys, head by head, and what is learned of them."""
+"""Learned spaces in which selectors compare queries and keys, head by head, and what is learned in these spaces."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,15 +18,14 @@ from fewkeys.core.validation import check_finite
 class Projection(Learned):
     """`q' = q^T A_h`, `k' = k^T B_h` for every query head h: A = `query` and B = `key`, both (Hq, D, r), floating.
 
-    Where query heads share their keys, every query head still has a space of its own. Selectors that take a
-    `project` compare q' and k' in place of q and k. Compared by content, saved with plans.
+    Query heads that share their keys still have a space each. Selectors that take a `project` compare q' and k'.
     """
 
     query: Tensor
     key: Tensor
 
     def __post_init__(self) -> None:
-        _check_tables(self, "(query heads, head dimension, r)")
+        _check_tables("Projection", "(query heads, head dimension, r)", query=self.query, key=self.key)
 
     @property
     def rank(self) -> int:
@@ -35,28 +34,37 @@ class Projection(Learned):
 
 
 class Fitted(Learned, listed=False):
-    """Values of every query head that were learned in a space. Compared by content, saved with plans."""
+    """Values of every query head that were learned in a space."""
+
+    rank_axis: ClassVar[int] = 2
+    """The axis of the r dimensions of the space; the other one of 1 and 2 has the values of a head."""
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """r, the dimension of the space."""
+        return self._first.shape[self.rank_axis]
 
     @property
-    @abstractmethod
     def size(self) -> int:
         """The number of values for each head, of one dimension where dimensions stand alone."""
+        return self._first.shape[3 - self.rank_axis]
+
+    @property
+    def _first(self) -> Tensor:
+        return next(iter(self.tensors.values()))
+
+    def check(self, heads: int, rank: int, like: str = "") -> None:
+        """Raise `ValueError` unless the values are of as many heads, or one head for all, and dimensions."""
+        if self._first.shape[0] not in (1, heads) or self.rank != rank:
+            raise ValueError(
+                f"fitted: expected values of {heads} query heads in {rank} dimensions{like}, got {self}; use them in "
+                "the layer and the space they were fitted on"
+            )
 
     def for_rows(self, rows: Tensor) -> list[Tensor]:
-        """The tensors in dtype and device of rows (B, Hq, N, r); `ValueError` where heads or dimensions differ."""
-        heads, rank = rows.shape[1], rows.shape[3]
-        tensors = list(self.tensors.values())
-        if tensors[0].shape[0] not in (1, heads) or self.rank != rank:
-            raise ValueError(
-                f"fitted: expected values of {heads} query heads in {rank} dimensions, got {self}; use them in the "
-                "layer and the space they were fitted on"
-            )
-        return [tensor.detach().to(rows) for tensor in tensors]
+        """The tensors in dtype and device of rows (B, Hq, N, r), whose heads and dimensions they must have."""
+        self.check(rows.shape[1], rows.shape[3])
+        return [tensor.detach().to(rows) for tensor in self.tensors.values()]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,15 +74,7 @@ class Centroids(Fitted):
     place: Tensor
 
     def __post_init__(self) -> None:
-        _check_tables(self, "(query heads, centroids, r)")
-
-    @property
-    def rank(self) -> int:
-        return self.place.shape[2]
-
-    @property
-    def size(self) -> int:
-        return self.place.shape[1]
+        _check_tables("Centroids", "(query heads, centroids, r)", place=self.place)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,20 +83,13 @@ class Edges(Fitted):
 
     query: Tensor
     key: Tensor
+    rank_axis: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_tables(self, "(query heads, r, beta - 1)", empty=True)
+        _check_tables("Edges", "(query heads, r, beta - 1)", may_be_empty=True, **self.tensors)
         for name, edges in self.tensors.items():
             if bool((edges.diff(dim=-1) < 0).any()):
                 raise ValueError(f"Edges {name}: expected ascending edges, got descending ones; sort them")
-
-    @property
-    def rank(self) -> int:
-        return self.query.shape[1]
-
-    @property
-    def size(self) -> int:
-        return self.query.shape[2]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -112,27 +105,19 @@ class Joined(Fitted):
     pairs: Tensor
 
     def __post_init__(self) -> None:
-        _check_tables(self, "(query heads, clusters, r)")
+        _check_tables("Joined", "(query heads, clusters, r)", query=self.query, key=self.key)
         heads, clusters, _ = self.query.shape
         if not isinstance(self.pairs, Tensor) or self.pairs.dtype != torch.bool:
             raise TypeError("Joined pairs: expected a bool tensor (query heads, clusters, clusters), got another")
         if self.pairs.shape != (heads, clusters, clusters):
             raise ValueError(f"Joined pairs: expected {(heads, clusters, clusters)}, got {tuple(self.pairs.shape)}")
 
-    @property
-    def rank(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def size(self) -> int:
-        return self.query.shape[1]
-
 
 def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tensor]:
     """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, or as they are; one row of keys per query head.
 
-    In float32 (float64 for float64 inputs), without gradient. Cost O(n D r). Raises `ValueError` where the projection
-    was made for another number of heads or another head dimension.
+    In float32 (float64 for float64 inputs), without gradient. Cost O(n D r). Raises `ValueError` for a projection of
+    other heads.
     """
     x = inputs
     query, key = working(x.query.detach()), working(x.key.detach())
@@ -155,38 +140,35 @@ def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
 
 
+def closeness(rows: Tensor, centroids: Tensor) -> Tensor:
+    """`(|x|^2 - |x - c|^2) / 2` (B, H, N, C) for rows x (B, H, N, r) and centroids c (H, C, r)."""
+    return rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
+
+
 def nearest(rows: Tensor, centroids: Tensor, count: int = 1) -> Tensor:
     """The `count` nearest of centroids (H, C, r) to each of rows (B, H, N, r): (B, H, N, count)."""
-    closeness = rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
-    return closeness.topk(count, -1).indices
+    return closeness(rows, centroids).topk(count, -1).indices
 
 
 def check_space(project: object, fitted: object = None) -> None:
-    """Refuse what is neither None nor of the right class, and values fitted in another space than the projection's."""
+    """Refuse objects of other classes, and values fitted in another space than the projection's."""
     if project is not None and not isinstance(project, Projection):
         raise TypeError(f"project: expected a Projection or None, got {type(project).__name__}")
     if fitted is not None and not isinstance(fitted, Fitted):
         raise TypeError(f"fitted: expected Centroids or None, got {type(fitted).__name__}; wrap the tensor")
-    if project is None or fitted is None:
-        return
-    heads = project.query.shape[0]
-    if next(iter(fitted.tensors.values())).shape[0] not in (1, heads) or fitted.rank != project.rank:
-        raise ValueError(
-            f"fitted: expected values of {heads} query heads in {project.rank} dimensions like the projection's space, "
-            f"got {fitted}; fit them after the projection"
-        )
+    if project is not None and fitted is not None:
+        fitted.check(project.query.shape[0], project.rank, like=" like the projection's")
 
 
-def _check_tables(value: Learned, axes: str, *, empty: bool = False) -> None:
-    """Refuse all but finite floating tensors of rank 3 and one shape; `empty`: the last axis may have no entry."""
-    tensors = {name: tensor for name, tensor in value.tensors.items() if name != "pairs"}
-    first = next(iter(tensors.values()))
-    for name, tensor in tensors.items():
-        title = f"{type(value).__name__} {name}"
+def _check_tables(kind: str, axes: str, *, may_be_empty: bool = False, **tables: Tensor) -> None:
+    """Refuse all but finite floating tensors of rank 3 and one shape; `may_be_empty`: along the last axis."""
+    first = next(iter(tables.values()))
+    for name, tensor in tables.items():
+        title = f"{kind} {name}"
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{title}: expected a floating tensor {axes}, got {got}")
-        if tensor.ndim != 3 or 0 in (tensor.shape[:2] if empty else tensor.shape):
+        if tensor.ndim != 3 or 0 in (tensor.shape[:2] if may_be_empty else tensor.shape):
             raise ValueError(f"{title}: expected shape {axes}, none of them 0, got {tuple(tensor.shape)}")
         if tensor.shape != first.shape:
             raise ValueError(f"{title}: expected {tuple(first.shape)} like query, got {tuple(tensor.shape)}")

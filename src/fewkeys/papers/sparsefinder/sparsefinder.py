@@ -23,9 +23,8 @@ from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
 from fewkeys.papers.sparsefinder.fitting import centroids, edges, gold_edges, joined, sample
 from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Grouping
-from fewkeys.papers.sparsefinder.settings import Settings, Shape, check_capture, split
 from fewkeys.papers.sparsefinder.space import Centroids, Edges, Fitted, Joined, Projection
-from fewkeys.papers.sparsefinder.train import learn
+from fewkeys.papers.sparsefinder.train import Settings, learn
 from fewkeys.plan import Plan
 from fewkeys.select import Selector
 
@@ -33,16 +32,32 @@ FORMAT = 2
 FILE = "sparsefinder.json"
 NAME = "Sparsefinder"
 
-Progress = Callable[[int, int, str], None]
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of the model. `kind`: "bidirectional", "causal" or "cross" (queries are other tokens than keys)."""
+
+    model: str
+    kind: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def of(capture: Capture) -> Shape:
+        """The shape of a captured model."""
+        same = all(c.query.shape[2] == c.key.shape[2] and c.query_mask is None for c in capture.calls(0))
+        kind = "causal" if capture.is_causal else "bidirectional" if same else "cross"
+        return Shape(capture.model_name, kind, capture.layers, capture.query_heads, capture.kv_heads, capture.head_dim)
 
 
 @dataclass(frozen=True, eq=False)
 class Sparsefinder:
     """Predicts which (query, key) pairs alpha-entmax heads will use.
 
-    For every layer and head, projections `q' = W^Q q` and `k' = W^K k` to r dimensions in which gold pairs are near:
-    the pairs to which alpha-entmax gives weight in a `Capture` of the model. Groupings then join queries and keys
-    there:
+    For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs are
+    near, those to which the model's entmax gives weight. Groupings join queries and keys there:
 
         finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
         keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
@@ -53,14 +68,13 @@ class Sparsefinder:
     Args:
         shape: the model it was fitted on.
         settings: how it was fitted.
-        tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
-            in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
-            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids computed so far,
-            "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
+        tensors: of each layer l the projections "maps.l" (1 or 2, Hq, D, r), absent in the raw space; samples of
+            projected tokens "query.l", "key.l" (Hq, S, r) and of the ends of gold edges "gold-query.l", "gold-key.l"
+            (Hq, E, r); and the centroids computed so far, "centroids.l.count.rounds" (Hq, rounds count, r),
+            "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
-    Source: Treviso, Gois, Fernandes, Fonseca, Martins, "Predicting Attention Sparsity in Transformers" (arXiv
-    2109.12188), section 3.
+    Source: Treviso et al., Predicting Attention Sparsity in Transformers (arXiv 2109.12188), section 3.
     """
 
     shape: Shape
@@ -85,28 +99,26 @@ class Sparsefinder:
         patience: int = 3,
         sample: int = 2048,
         directory: str | os.PathLike[str] | None = None,
-        progress: Progress | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
         seed: int = 0,
     ) -> Self:
-        """Learn the projections of every layer. The loss is in `fewkeys.papers.sparsefinder.loss`.
+        """Learn the projections of every layer, by the loss in `fewkeys.papers.sparsefinder.train`.
 
         Args:
-            capture: queries and keys of a model whose attention is alpha-entmax: `fk.capture(model, batches,
+            capture: of a model with alpha-entmax attention: `fk.capture(model, batches,
                 weights=fk.weights.Entmax(alpha))`. It may be causal, cross-attention or padded.
             rank: r.
             alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
-            margin, lr, epochs: of the hinge; of Adam; passes over the capture. Few sequences need more than 3 passes.
-            batch: sequences per step, at most; those of one step come from one batch of the capture.
-            validation: the share of the sequences, the last ones, that are only used to stop early: the maps kept are
-                those of the epoch whose loss on them is least. Another capture instead, or 0 for none.
+            margin, lr, epochs: of the hinge; of Adam; passes over the capture.
+            batch: the most sequences per step; those of one step come from one batch of the capture.
+            validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
+                epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
-            sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets, and
-                four times as many gold edges.
-            directory: where finished layers are kept, so that an interrupted fit goes on with the next one; None:
-                nowhere.
+            sample: queries, and as many keys, of each head that clusters and buckets are fitted on; gold edges are
+                four times as many.
+            directory: keeps finished layers, so that an interrupted fit goes on with the next one.
             progress: called as `progress(done, total, what)`.
-            seed: of everything random.
 
         Raises:
             TypeError, ValueError: malformed arguments, naming them.
@@ -115,40 +127,39 @@ class Sparsefinder:
         """
         fraction = 0.0 if isinstance(validation, Capture) else validation
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
-        check_capture(capture)
-        fitted_on, held_out = split(capture, validation)
+        _check_capture(capture)
+        fitted_on, held_out = _split(capture, validation)
+        folder = None if directory is None else Path(directory)
+        report = progress or (lambda *_: None)
+        total = capture.layers * epochs * fitted_on.sequences
         tensors: dict[str, Tensor] = {}
         losses = []
-        total = capture.layers * epochs * fitted_on.sequences
         for layer in range(capture.layers):
             passed = layer * epochs * fitted_on.sequences
 
             def done(sequences: int, layer: int = layer) -> None:
                 nonlocal passed
                 passed += sequences
-                if progress is not None:
-                    progress(passed, total, f"layer {layer + 1} of {capture.layers}")
+                report(passed, total, f"layer {layer + 1} of {capture.layers}")
 
-            folder = None if directory is None else Path(directory)
-            tensors[f"maps.{layer}"], record = learn(fitted_on, held_out, layer, settings, folder, done)
+            maps, record = learn(fitted_on, held_out, layer, settings, folder, done)
             losses.append(asdict(record))
-            _sample_into(tensors, fitted_on, layer, settings)
-        if progress is not None:
-            progress(total, total, "done")
+            tensors |= {f"maps.{layer}": maps, **_samples(fitted_on, layer, settings, maps)}
+        report(total, total, "done")
         return cls(Shape.of(capture), settings, tensors, {"layers": losses})
 
     @classmethod
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
-        """The same groupings on queries and keys as they are, without projection: the control for learned spaces.
+        """Groupings of queries and keys as they are: the control for learned spaces.
 
         Clusters and bucket edges are still fitted, on the `sample`.
         """
-        check_capture(capture)
+        _check_capture(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
-            _sample_into(tensors, capture, layer, settings)
+            tensors |= _samples(capture, layer, settings)
         return cls(Shape.of(capture), settings, tensors)
 
     @property
@@ -158,41 +169,40 @@ class Sparsefinder:
 
     def projection(self, layer: int) -> Projection | None:
         """The space of a layer, None for queries and keys as they are; for every selector with a `project`."""
-        self._check_layer(layer)
+        _check_index("layer", layer, self.shape.layers)
         if self.is_raw:
             return None
         maps = self.tensors[f"maps.{layer}"]
         return Projection(maps[0], maps[-1])
 
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
-        """Centroids of a layer by k-means (scikit-learn) on the sample, `count` for each head and round.
+        """`count` centroids for each head and round of a layer, by k-means (scikit-learn) on queries and keys together.
 
-        Of queries and keys together. Computed at the first call and kept, also by `save_pretrained`.
+        Computed at the first call and kept, also by `save_pretrained`.
         """
         return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
 
     def joined(self, layer: int, count: int, lift: float) -> Joined:
         """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
         clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
-        names = ("query", "key", "gold-query", "gold-key")
-        rows = [self.tensors[f"{name}.{layer}"] for name in names]
-        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), lift)
+        tokens, ends = ([self.tensors[f"{kind}{side}.{layer}"] for side in ("query", "key")] for kind in ("", "gold-"))
+        return joined(tokens, ends, clusters, lift)
 
     def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
-        self._check_layer(layer)
+        _check_index("layer", layer, self.shape.layers)
         name = f"{name}.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
         if name not in self.tensors:
             rows = torch.cat([self.tensors[f"{side}.{layer}"] for side in sides], 1)
-            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed).place
+            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed)
         return self.tensors[name]
 
     def edges(self, layer: int, beta: int) -> Edges:
-        """The edges between `beta` buckets of equal size in the sample of a layer, for every head and dimension."""
-        self._check_layer(layer)
+        """The edges between `beta` buckets of equal size, in the sample of a layer, for every head and dimension."""
+        _check_index("layer", layer, self.shape.layers)
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
-        """`grouping` in the space of a layer: the edges that it predicts, a selector, which `|` unites with others.
+        """The selector of the edges that `grouping` predicts in the space of a layer.
 
         head: for a key head alone; None: for all heads.
         """
@@ -200,10 +210,10 @@ class Sparsefinder:
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
             )
-        heads, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
+        heads = slice(None)
         if head is not None:
-            if isinstance(head, bool) or head not in range(self.shape.kv_heads):
-                raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
+            _check_index("head", head, self.shape.kv_heads)
+            gqa_ratio = self.shape.query_heads // self.shape.kv_heads
             heads = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
         project, fitted = self.projection(layer), self._fitted(layer, grouping)
         if project is not None:
@@ -226,21 +236,15 @@ class Sparsefinder:
 
         weights: default `Entmax(alpha)` of the fit.
         """
-        layers = []
-        for layer in range(self.shape.layers):
-            selector: Selector = self.selector(layer, grouping)
-            rule = Entmax(self.settings.alpha) if weights is None else weights
-            layers.append((Plan(selector if keep is None else selector | keep, weights=rule),) * self.shape.kv_heads)
-        return ModelPlan(tuple(layers), {"sparsefinder": self.shape.model})
+        weights = Entmax(self.settings.alpha) if weights is None else weights
+        selectors = [self.selector(layer, grouping) for layer in range(self.shape.layers)]
+        plans = [Plan(rule if keep is None else rule | keep, weights=weights) for rule in selectors]
+        return ModelPlan(tuple((plan,) * self.shape.kv_heads for plan in plans), {"sparsefinder": self.shape.model})
 
     def __str__(self) -> str:
         space = "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
         shape = self.shape
         return f"Sparsefinder of {shape.layers} layers of {shape.query_heads} heads ({shape.kind}), {space}"
-
-    def _check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or layer not in range(self.shape.layers):
-            raise ValueError(f"layer: expected an integer from 0 to {self.shape.layers - 1}, got {layer!r}")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `sparsefinder.json` and its tensors into `directory` (made if missing); never a half-written file."""
@@ -252,8 +256,8 @@ class Sparsefinder:
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """The predictor saved in `directory`: the same bits.
 
-        Raises `ValueError` for another version, and if a file is missing, is damaged, or is not of the other: the
-        tensors are named after all bits of theirs and of the description.
+        Raises `ValueError` for another version, and if a file is missing or damaged, or tensors and description do not
+        belong together.
         """
         data = read_json(directory, FILE)
         where = Path(directory) / FILE
@@ -289,17 +293,54 @@ class _Description:
     tensors: str
 
 
+def _check_index(name: str, index: int, count: int) -> None:
+    if isinstance(index, bool) or index not in range(count):
+        raise ValueError(f"{name}: expected an integer from 0 to {count - 1}, got {index!r}")
+
+
 def _kind(facts: Mapping[str, Any]) -> str:
-    """What the fingerprint of the tensors is of besides: so that they belong to one description."""
+    """The kind in the fingerprint of the tensors, so that they belong to one description."""
     return f"{NAME} {json.dumps(facts, sort_keys=True)}"
 
 
-def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
-    samples = {
-        "": sample(capture, layer, settings.sample, settings.seed),
-        "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),
-    }
-    maps = tensors.get(f"maps.{layer}")
-    for name, (query, key) in samples.items():
+def _check_capture(capture: object) -> None:
+    """Refuse what is no capture, and models with a distance bias."""
+    if not isinstance(capture, Capture):
+        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if capture.biased:
+        raise ValueError(
+            "capture: expected scores of queries and keys alone, got a model with a distance bias, which predicted "
+            "graphs do not support; use fewkeys.tune"
+        )
+
+
+def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capture | None]:
+    """The sequences to learn from, and those that decide when to stop: another capture, or the last share of this."""
+    if isinstance(validation, Capture):
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales"):
+            if getattr(capture, name) != getattr(validation, name):
+                raise ValueError(
+                    f"validation: expected a capture of the same model, got {name} {getattr(validation, name)} against "
+                    f"{getattr(capture, name)}"
+                )
+        return capture, validation
+    if not validation:
+        return capture, None
+    last = capture.sequences - max(1, round(validation * capture.sequences))
+    if last <= 0:
+        raise ValueError(
+            f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
+            "or pass validation=0"
+        )
+    return capture.part(0, last), capture.part(last, capture.sequences)
+
+
+def _samples(capture: Capture, layer: int, settings: Settings, maps: Tensor | None = None) -> dict[str, Tensor]:
+    """The samples of a layer, projected by its maps."""
+    tokens = sample(capture, layer, settings.sample, settings.seed)
+    ends = gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed)
+    tensors = {}
+    for name, (query, key) in (("", tokens), ("gold-", ends)):
         tensors[f"{name}query.{layer}"] = (query if maps is None else query @ maps[0]).contiguous()
         tensors[f"{name}key.{layer}"] = (key if maps is None else key @ maps[-1]).contiguous()
+    return tensors

@@ -1,7 +1,14 @@
-"""Training the projections of one layer. An interrupted fit goes on with the first layer that is not finished.
+"""Training the projections of one layer: gold keys should be near, other keys far.
 
-The seed, the layer and the epoch determine all random numbers of an epoch. What was learned of a layer is one
-safetensors file.
+For query i with gold keys P and as many other keys N, drawn at random,
+
+    loss_i = max(0, margin + sum_P |q'_i - k'_j|^2 - sum_N |q'_i - k'_j|^2)
+
+(Treviso et al., arXiv 2109.12188, section 3.2; the hinge is on the sums). With signs s_ij = 1 on P and -|P| / |N| on N
+that add up to zero, |q'_i|^2 cancels and `loss_i = max(0, margin + sum_j s_ij |k'_j|^2 - 2 q'_i . sum_j s_ij k'_j)`: no
+n x n tensor carries a gradient.
+
+The seed, the layer and the epoch determine all random numbers of an epoch. A finished layer is one safetensors file.
 """
 
 from __future__ import annotations
@@ -21,9 +28,7 @@ from fewkeys.core import tensor_files
 from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import visible
 from fewkeys.core.records import build
-from fewkeys.core.tensor_files import Form
-from fewkeys.papers.sparsefinder.loss import has_pairs, hinge, signs
-from fewkeys.papers.sparsefinder.settings import Settings
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.tuning.score import problem_of
 
 KIND = "fit"
@@ -32,8 +37,37 @@ PAIRS = 2**24
 
 
 @dataclass(frozen=True)
+class Settings:
+    """The arguments of `Sparsefinder.fit` besides the capture, by the same names."""
+
+    rank: int = 4
+    alpha: float = 1.5
+    shared: bool = True
+    margin: float = 1.0
+    lr: float = 1e-3
+    epochs: int = 3
+    batch: int = 32
+    validation: float = 0.1
+    patience: int = 3
+    sample: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "epochs", "batch", "patience", "sample"):
+            check_count(name, getattr(self, name))
+        check_count("seed", self.seed, least=0)
+        check_real("alpha", self.alpha, above=1.0)
+        check_real("margin", self.margin, above=0.0)
+        check_real("lr", self.lr, above=0.0)
+        if not isinstance(self.shared, bool):
+            raise TypeError(f"shared: expected True or False, got {self.shared!r}")
+        if self.validation != 0:
+            check_real("validation", self.validation, above=0.0, below=1.0)
+
+
+@dataclass(frozen=True)
 class Losses:
-    """The mean loss of every epoch, and after every epoch that of the held-out sequences."""
+    """The mean loss of every epoch, and that of the held-out sequences after it."""
 
     loss: list[float]
     validation: list[float]
@@ -47,11 +81,11 @@ def learn(
     folder: Path | None,
     done: Callable[[int], None],
 ) -> tuple[Tensor, Losses]:
-    """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and how they were learned.
+    """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and the losses.
 
-    Adam on the mean hinge of all queries and heads; with `held_out` sequences the maps kept are those of the epoch
-    whose loss on these is least, and `patience` epochs without a smaller one end it. `done` is called with the number
-    of sequences passed. `folder`: for the file of the layer.
+    Adam on the mean loss of all queries and heads. With `held_out` sequences the maps are those of the epoch with the
+    least loss there, and `patience` epochs without a smaller one end it. `done` is called with the number of sequences
+    of every batch. `folder`: for the file of the layer.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     path = None if folder is None else folder / _name(capture, held_out, layer, settings)
@@ -62,20 +96,20 @@ def learn(
     maps = (draw * capture.head_dim**-0.5).repeat(shape[0], 1, 1, 1).requires_grad_()
     adam = torch.optim.Adam([maps], lr=settings.lr)
     calls = list(capture.calls(layer))  # mapped files, not memory
-    kept_out = [] if held_out is None else list(held_out.calls(layer))
+    held_out_calls = [] if held_out is None else list(held_out.calls(layer))
     best, losses = maps.detach().clone(), Losses([], [])
     for epoch in range(settings.epochs):
         losses.loss.append(_epoch(maps, adam, calls, settings, generator(settings.seed, layer, "epoch", epoch), done))
-        if kept_out:
-            # The same random keys after every epoch.
-            loss = _mean_loss(maps, kept_out, settings, generator(settings.seed, layer, "validation"))
-            if loss < min(losses.validation, default=torch.inf):
-                best = maps.detach().clone()
-            losses.validation.append(loss)
-            if epoch - losses.validation.index(min(losses.validation)) >= settings.patience:
-                break
-        else:
+        if not held_out_calls:
             best = maps.detach().clone()
+            continue
+        # The same random keys after every epoch.
+        loss = _mean_loss(maps, held_out_calls, settings, generator(settings.seed, layer, "validation"))
+        if loss < min(losses.validation, default=torch.inf):
+            best = maps.detach().clone()
+        losses.validation.append(loss)
+        if epoch - losses.validation.index(min(losses.validation)) >= settings.patience:
+            break
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensor_files.write(path, KIND, asdict(losses), {"maps": best})
@@ -97,46 +131,40 @@ def _epoch(
     done: Callable[[int], None],
 ) -> float:
     """One pass over all batches in random order; the mean loss of a query, each before its batch's step."""
-    batches = [
-        (call, slice(start, start + settings.batch))
-        for call in calls
-        for start in range(0, len(call.query), settings.batch)
-    ]
+    batches = [batch for call in calls for batch in _parts(call, settings.batch)]
     total = queries = 0.0
     for index in torch.randperm(len(batches), generator=draw).tolist():
-        call, rows = batches[index]
         loss, count = 0.0, 0
-        for piece in pieces(call, rows):
+        for piece in pieces(batches[index]):
             sums, with_pairs = _loss(maps, piece, settings, draw)
             if with_pairs:
                 sums.backward()
-            loss, count = loss + float(sums.detach()), count + with_pairs
+            loss += float(sums.detach())
+            count += with_pairs
         if count and maps.grad is not None:
             maps.grad /= count
             adam.step()
             adam.zero_grad()
-        total, queries = total + loss, queries + count
-        done(len(range(len(call.query))[rows]))
+        total += loss
+        queries += count
+        done(len(batches[index].query))
     return total / max(1.0, queries)
 
 
 @torch.no_grad()
 def _mean_loss(maps: Tensor, calls: Sequence[AttentionInputs], settings: Settings, draw: torch.Generator) -> float:
-    total, queries = 0.0, 0
-    for call in calls:
-        for piece in pieces(call, slice(None)):
-            loss, count = _loss(maps, piece, settings, draw)
-            total, queries = total + float(loss), queries + count
-    return total / max(1, queries)
+    losses = [_loss(maps, piece, settings, draw) for call in calls for piece in pieces(call)]
+    return sum(float(loss) for loss, _ in losses) / max(1, sum(count for _, count in losses))
 
 
-def pieces(call: AttentionInputs, index: slice) -> Iterator[AttentionInputs]:
-    """The sequences at `index` of a call, in pieces of at most `PAIRS` pairs (or one sequence)."""
+def pieces(call: AttentionInputs) -> Iterator[AttentionInputs]:
+    """The sequences of a call, in pieces of at most `PAIRS` pairs (or one sequence)."""
     _, heads, queries, _ = call.query.shape
-    step = max(1, PAIRS // (heads * queries * call.key.shape[2]))
-    rows = range(len(call.query))[index]
-    for start in range(rows.start, rows.stop, step):
-        yield call.rows(slice(start, min(start + step, rows.stop)))
+    return _parts(call, max(1, PAIRS // (heads * queries * call.key.shape[2])))
+
+
+def _parts(call: AttentionInputs, size: int) -> Iterator[AttentionInputs]:
+    return (call.rows(slice(start, start + size)) for start in range(0, len(call.query), size))
 
 
 def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.Generator) -> tuple[Tensor, int]:
@@ -144,7 +172,7 @@ def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.G
     query, key, gold, seen = gold_graph(call, settings.alpha)
     sign = signs(gold, seen, draw)
     loss = hinge(query @ maps[0], key @ maps[-1], sign, settings.margin)
-    return loss.sum(), int(has_pairs(sign).sum())
+    return loss.sum(), int(_has_pairs(sign).sum())
 
 
 def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -162,6 +190,35 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     return query, key, gold, seen
 
 
+def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
+    """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
+
+    `gold` and the visible pairs `seen`: bool (B, H, N, M), broadcast. A row has as many others as gold keys. Where
+    there are fewer, each counts more; where there are none, the row is zero. Cost O(N M log M).
+    """
+    others, gold_count = seen & ~gold, gold.sum(-1)
+    number = torch.minimum(gold_count, others.sum(-1))
+    draw = torch.rand(gold.shape, generator=source).masked_fill_(~others, -1.0)
+    index = draw.topk(int(number.max()), -1).indices
+    rate = (gold_count / number.clamp_min(1)).unsqueeze(-1)
+    drawn = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
+    sign = gold.float().scatter_add_(-1, index, -(drawn * rate))
+    return sign.masked_fill_((number == 0).unsqueeze(-1), 0.0)
+
+
+def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
+    """The loss (B, H, N) of projected queries (B, H, N, r) and keys (B, H, M, r); 0 for rows of `sign` that are 0."""
+    size = key.square().sum(-1, keepdim=True)
+    sums = sign.to(key.dtype) @ torch.cat([size, key], -1)
+    excess = sums[..., 0] - 2 * (query * sums[..., 1:]).sum(-1)
+    return (margin + excess).clamp_min(0.0) * _has_pairs(sign)
+
+
+def _has_pairs(sign: Tensor) -> Tensor:
+    """Which queries have both gold keys and others, (B, H, N)."""
+    return (sign != 0).any(-1)
+
+
 def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
     """A name from everything that the training of a layer depends on."""
     facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
@@ -173,7 +230,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Losses] | None:
     """The maps in a file; None if there is no such file or it is damaged."""
     try:
         losses, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, {"maps": Form(shape, torch.float32)})
+        tensor_files.check(tensors, {"maps": tensor_files.Form(shape, torch.float32)})
         return tensors["maps"], build(Losses, losses)
     except (OSError, ValueError):
         return None

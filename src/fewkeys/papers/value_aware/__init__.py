@@ -2,7 +2,7 @@
 
 from fewkeys.core.rooms import public_names
 from fewkeys.papers.value_aware.value_aware import value_aware as value_aware
-from fewkeys.papers.value_aware.value_oblivious import value_oblivious as value_oblivious
+from fewkeys.papers.value_aware.value_aware import value_oblivious as value_oblivious
 
 
 def __dir__() -> list[str]:

@@ -1,22 +1,18 @@
-"""The same weighted mean from few points: Caratheodory's theorem, batched.
-
-Any convex combination of n points in d dimensions is a convex combination of d + 1 of them. Instead of removing one
-point at a time from all n, merge the points into a few groups, remove groups, and recurse on the points that are
-left; each round costs one pass over the points (Maalouf, Jubran, Feldman, arXiv 1906.04705).
-"""
+"""Caratheodory's theorem, batched: a convex combination of n points in d dimensions is one of d + 1 of them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     """Weights with the same mean, at most d + 1 of them nonzero, on points that already had weight.
 
-    Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round splits a row's n points into g > d + 1
-    groups, replaces each by its weight and its mean, reduces the groups to d + 1 (`_reduce`), scales the weights in
-    a group by the change of the group's weight, and drops the empty groups.
+    Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round, one pass over a row's n points, splits
+    them into g > d + 1 groups, replaces each by its weight and its mean, reduces the groups to d + 1 (`_reduce`),
+    scales the weights in a group by the change of the group's weight, and drops the empty groups.
 
     Args:
         weights: (R, N) float64, non-negative.
@@ -34,27 +30,22 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     # About a third more groups than needed: a round then moves little memory, and rounds are few enough.
     target = limit + max(1, limit // 3)
     index = torch.arange(count, device=weights.device).expand(rows, count)
-    left = weights
-    while index.shape[1] > limit:
-        n = index.shape[1]
+    remaining = weights
+    while (n := index.shape[1]) > limit:
         size = max(1, min(-(-n // target), -(-n // limit) - 1))
         groups = -(-n // size)
-        pad = groups * size - n
-        if pad:
-            index = torch.cat([index, index[:, :1].expand(rows, pad)], 1)
-            left = torch.cat([left, left.new_zeros(rows, pad)], 1)
-        inside = left.view(rows, groups, size)
-        mass = inside.sum(-1)
-        group_points = points[index].view(rows, groups, size, limit - 1)
-        means = (inside[..., None] * group_points).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
+        missing = groups * size - n
+        index = torch.cat([index, index[:, :1].expand(rows, missing)], 1).view(rows, groups, size)
+        remaining = pad(remaining, (0, missing)).view(rows, groups, size)
+        mass = remaining.sum(-1)
+        divisor = torch.where(mass > 0, mass, 1.0)
+        means = (remaining[..., None] * points[index]).sum(-2) / divisor[..., None]
         reduced = _reduce(mass, means)
-        kept = reduced.topk(limit, -1).indices.sort(-1).values
-        factor = reduced / torch.where(mass > 0, mass, 1.0)
-        spread = (inside * factor[..., None]).gather(1, kept[..., None].expand(rows, limit, size))
-        index = index.view(rows, groups, size).gather(1, kept[..., None].expand(rows, limit, size)).flatten(1)
-        left = spread.flatten(1)
+        kept = reduced.topk(limit, -1).indices.sort(-1).values[..., None].expand(rows, limit, size)
+        remaining = (remaining * (reduced / divisor)[..., None]).gather(1, kept).flatten(1)
+        index = index.gather(1, kept).flatten(1)
     # Padding refers to a real point with weight zero, so weights are added, not written.
-    return torch.zeros_like(weights).scatter_add(1, index, left)
+    return torch.zeros_like(weights).scatter_add(1, index, remaining)
 
 
 def _reduce(weights: Tensor, points: Tensor) -> Tensor:

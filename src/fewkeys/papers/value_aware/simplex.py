@@ -1,8 +1,8 @@
 """The point of a small polytope that is nearest to zero: the re-fit inside every value-aware solver.
 
-`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once. The method is Wolfe's (Finding the nearest point
-in a polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back
-to the boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
+`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once, by Wolfe's method (Finding the nearest point in a
+polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back to the
+boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Added to the Gram matrix of the active points, relative to its diagonal: duplicates then still factorise. It is the
-# rounding of the matrix itself; iterative refinement was tried on top and amplifies that rounding for thin polytopes.
 RIDGE = 1e-14
+"""Added to the Gram matrix of the active points, relative to its diagonal, so that duplicates factorise. It is the
+rounding of the matrix itself; iterative refinement would amplify that for thin polytopes."""
 
 
-def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None) -> Tensor:
+def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
     """Weights on the simplex whose combination of `points` has the smallest norm.
 
     Args:
         points: (R, S, d) float64, relative to the target (the target is zero).
         allowed: (R, S) bool, the points that may be used; at least one per row.
-        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero. Default: all on the
-            nearest point.
+        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero.
 
     Returns:
         (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or
-        when rounding stops the descent. Cost per row and step: one Cholesky factorisation of size min(S, d + 2), and
-        2 S d; there are about as many steps as points become active or inactive.
+        when rounding stops the descent. Cost per row and step, one for each point that becomes active or inactive: a
+        Cholesky factorisation of size min(S, d + 2), and 2 S d.
     """
     rows, count, _ = points.shape
-    size = points.square().sum(-1).masked_fill(~allowed, torch.inf)
-    if start is None:
-        start = torch.zeros_like(size).scatter(1, size.argmin(1, keepdim=True), 1.0)
-    scale = size.masked_fill(~allowed, 0.0).amax(1)
+    scale = points.square().sum(-1).masked_fill(~allowed, 0.0).amax(1)
     result, weights, active = start.clone(), start, start > 0
     todo = all_rows = torch.arange(rows, device=points.device)
     finished = torch.zeros_like(todo, dtype=torch.bool)
@@ -41,9 +37,9 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
     solved = active.sum(1) < 2
     before = torch.full_like(scale, torch.inf)
     for _ in range(4 * count + 40):
-        here = (weights[:, None] @ points)[:, 0]
-        value = here.square().sum(1)
-        lowest, best = (points @ here[..., None])[..., 0].masked_fill(~allowed, torch.inf).min(1)
+        output = (weights[:, None] @ points)[:, 0]
+        value = output.square().sum(1)
+        lowest, best = (points @ output[..., None])[..., 0].masked_fill(~allowed, torch.inf).min(1)
         flat = value - lowest <= 1e-12 * value + 1e-30 * scale
         done = solved & (flat | (value >= before * (1 - 1e-13))) & ~finished
         result[todo[done]] = weights[done]
@@ -75,22 +71,16 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
 def plane(points: Tensor, active: Tensor) -> Tensor:
     """Weights of sum one, of either sign, on the active points, whose combination is nearest to zero: (R, S).
 
-    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. More than d + 2 active points are never needed;
-    the matrix is that small.
+    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. Of more than d + 2 points only as many are active.
     """
-    slots = min(points.shape[1], points.shape[2] + 2)
-    index = None
-    inner, used = points, active
+    slots = points.shape[2] + 2
     if slots < points.shape[1]:
         used, index = active.to(torch.int8).topk(slots, 1)
-        used = used.bool()
-        inner = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
-    factor = factorise(inner, used)
-    ones = used.to(points.dtype)[..., None]
-    unit = torch.cholesky_solve(ones, factor) * ones
-    total = unit.sum(1, keepdim=True)
-    weights = (unit / total)[..., 0]
-    return weights if index is None else torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
+        weights = plane(points.gather(1, index[..., None].expand(-1, -1, points.shape[2])), used.bool())
+        return torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
+    ones = active.to(points.dtype)[..., None]
+    unit = torch.cholesky_solve(ones, factorise(points, active)) * ones
+    return (unit / unit.sum(1, keepdim=True))[..., 0]
 
 
 def factorise(points: Tensor, active: Tensor) -> Tensor:
@@ -99,8 +89,7 @@ def factorise(points: Tensor, active: Tensor) -> Tensor:
     gram = inner @ inner.mT
     size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)
     size = torch.where(size > 0, size, 1.0)[:, None, None]
-    both = active[:, :, None] & active[:, None, :]
-    gram = gram / size + both
+    gram = gram / size + (active[:, :, None] & active[:, None, :])
     # A diagonal of ones away from the active points; a ridge that grows only for the rows that need it on them.
     plain = torch.where(active, RIDGE, 1.0)
     factor: Tensor

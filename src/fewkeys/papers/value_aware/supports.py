@@ -1,13 +1,12 @@
 """The search for the r values to combine, for `value_aware` where no exact method is known.
 
-All solvers work on the rows of one head. A `Fit` has r slots per row, each with an index and a weight. Its weights are
-always the best for its indices (`refit`), so solvers only choose indices.
+All solvers work on the rows of one head and choose only the indices of a `Fit`: `refit` finds the best weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from fewkeys.papers.value_aware.caratheodory import caratheodory
 from fewkeys.papers.value_aware.simplex import factorise, nearest_in_hull
 
 
-@dataclass(frozen=True)
-class Mixtures:
+class Mixtures(NamedTuple):
     """Rows of attention weights over the same values, float64."""
 
     points: Tensor  # (N, d)
@@ -25,41 +23,33 @@ class Mixtures:
     target: Tensor  # (R, d), weights @ points
     visible: Tensor  # (R, N) bool: the values that a solution may use
 
-    def part(self, rows: Tensor) -> Mixtures:
-        """Some of the rows."""
-        return Mixtures(self.points, self.weights[rows], self.target[rows], self.visible[rows])
 
-
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """At most r values per row and their weights."""
 
-    index: Tensor  # (R, r); arbitrary in slots of weight zero
+    indices: Tensor  # (R, r); arbitrary in slots of weight zero
     weights: Tensor  # (R, r), on the simplex
-    value: Tensor  # (R,), squared distance of the combination to the target
+    error: Tensor  # (R,), squared distance of the combination to the target
 
     def dense(self, count: int) -> Tensor:
         """(R, count) weights."""
-        return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.index, self.weights)
+        return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.indices, self.weights)
 
 
 def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
     """The best weights on `index` (R, r), never worse than `start` (R, r)."""
     inner = rows.points[index] - rows.target[:, None]
     weights = nearest_in_hull(inner, rows.visible.gather(1, index), start)
-    value, old = ((w[:, None] @ inner)[:, 0].square().sum(1) for w in (weights, start))
-    weights = torch.where((value <= old)[:, None], weights, start)
-    return Fit(index, weights, torch.minimum(value, old))
+    new, old = (Fit(index, w, (w[:, None] @ inner)[:, 0].square().sum(1)) for w in (weights, start))
+    return better(new, old)
 
 
 def better(first: Fit, second: Fit) -> Fit:
     """Row by row the fit that is closer; the first on a tie."""
-    wins = (second.value < first.value)[:, None]
-    return Fit(
-        torch.where(wins, second.index, first.index),
-        torch.where(wins, second.weights, first.weights),
-        torch.minimum(first.value, second.value),
-    )
+    wins = second.error < first.error
+    indices = torch.where(wins[:, None], second.indices, first.indices)
+    weights = torch.where(wins[:, None], second.weights, first.weights)
+    return Fit(indices, weights, torch.where(wins, second.error, first.error))
 
 
 def nearest(rows: Mixtures) -> Fit:
@@ -71,23 +61,21 @@ def nearest(rows: Mixtures) -> Fit:
 
 
 def oblivious(rows: Mixtures, r: int) -> Fit:
-    """The r largest weights, re-fitted: never worse than either form of `value_oblivious`."""
+    """The best weights on the support of the r largest: never worse than either form of `value_oblivious`."""
     top = rows.weights.topk(min(r, rows.weights.shape[1]), 1)
-    total = top.values.sum(1, keepdim=True)
-    # Both forms of the value-oblivious solution are weights on this support, so the best weights are no worse.
-    return refit(rows, top.indices, top.values / total)
+    return refit(rows, top.indices, top.values / top.values.sum(1, keepdim=True))
 
 
 def extend(rows: Mixtures, fit: Fit) -> Fit:
     """One more slot, with the value towards which an exact step reduces the error most."""
-    here = (fit.weights[:, None] @ rows.points[fit.index])[:, 0]
-    gain, move = _gain(rows.points, here[:, None], (here - rows.target)[:, None])
-    gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.index, -torch.inf)
+    output = (fit.weights[:, None] @ rows.points[fit.indices])[:, 0]
+    gain, move = _gain(rows.points, output[:, None], (output - rows.target)[:, None])
+    gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.indices, -torch.inf)
     new = gain.argmax(1, keepdim=True)
     # If every visible value is in use, the slot has weight zero.
     move = move[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
     start = torch.cat([fit.weights * (1 - move), move], 1)
-    return refit(rows, torch.cat([fit.index, new], 1), start)
+    return refit(rows, torch.cat([fit.indices, new], 1), start)
 
 
 def greedy(rows: Mixtures, r: int) -> Fit:
@@ -99,11 +87,11 @@ def greedy(rows: Mixtures, r: int) -> Fit:
 
 
 def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Supports of 2..r values, each inside the next, by elimination continued from the Caratheodory solution.
+    """Indices and feasible weights of 2..r values by size, by elimination continued from the Caratheodory solution.
 
     Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
     inverse of the Gram matrix on weights of sum zero, the squared error grows by `w_a^2 / P_aa`. P itself follows by
-    a rank-one downdate. Returns, per size, indices and feasible weights to start a re-fit from.
+    a rank-one downdate.
     """
     count = rows.points.shape[0]
     dense = caratheodory(rows.weights, rows.points)
@@ -137,37 +125,33 @@ def eliminate(rows: Mixtures, r: int) -> Fit:
 
 
 def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
-    """Swap one value for another while that helps: pairwise steps under a limit on the support.
+    """Swap one value for another while that helps.
 
     A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
-    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted, and the best is taken
-    if it is better. Memory O(R r N).
+    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted. Memory O(R r N).
     """
-    count, slots = rows.points.shape[0], fit.index.shape[1]
+    count, slots = rows.points.shape[0], fit.indices.shape[1]
     if count <= slots:
         return fit
     size = rows.points.square().sum(1).amax()
-    todo = torch.arange(fit.value.shape[0], device=fit.value.device)
+    todo = torch.arange(fit.error.shape[0], device=fit.error.device)
     for _ in range(rounds):
-        todo = todo[fit.value[todo] > 1e-24 * size]
+        todo = todo[fit.error[todo] > 1e-24 * size]
         if todo.numel() == 0:
             break
-        part = rows.part(todo)
-        old = Fit(fit.index[todo], fit.weights[todo], fit.value[todo])
+        part = Mixtures(rows.points, rows.weights[todo], rows.target[todo], rows.visible[todo])
+        old = Fit(*(tensor[todo] for tensor in fit))
         new = _best_swap(part, old, min(tries, slots * (count - slots)))
-        improved = new.value < old.value * (1 - 1e-9)
+        improved = new.error < old.error * (1 - 1e-9)
         todo = todo[improved]
-        fit = Fit(
-            fit.index.index_copy(0, todo, new.index[improved]),
-            fit.weights.index_copy(0, todo, new.weights[improved]),
-            fit.value.index_copy(0, todo, new.value[improved]),
-        )
+        fit = Fit(*(tensor.index_copy(0, todo, swapped[improved]) for tensor, swapped in zip(fit, new, strict=True)))
     return fit
 
 
 def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
-    count, slots = rows.points.shape[0], fit.index.shape[1]
-    chosen = rows.points[fit.index]
+    """The best of the `tries` most promising swaps, or `fit`."""
+    count, slots = rows.points.shape[0], fit.indices.shape[1]
+    chosen = rows.points[fit.indices]
     active = fit.weights > 0
     inverse = _constrained_inverse(chosen - rows.target[:, None], active)
     diagonal = inverse.diagonal(dim1=1, dim2=2)
@@ -177,16 +161,17 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     without = without.masked_fill(torch.eye(slots, dtype=torch.bool, device=without.device), 0.0)
     total = without.sum(2, keepdim=True)
     without = torch.where(total > 0, without / total.clamp_min(1e-300), 0.0)
-    here = without @ chosen
-    gain, move = _gain(rows.points, here, here - rows.target[:, None])
+    output = without @ chosen
+    error = output - rows.target[:, None]
+    gain, move = _gain(rows.points, output, error)
+    value = error.square().sum(2)[..., None] - gain
     # If the only value of its row is removed, the new one takes all weight.
-    alone = total[..., 0] <= 0
-    value = (here - rows.target[:, None]).square().sum(2)[..., None] - gain
+    alone = total <= 0
     if bool(alone.any()):
         distance = (rows.points - rows.target[:, None]).square().sum(2)
-        value = torch.where(alone[..., None], distance[:, None], value)
-        move = move.masked_fill(alone[..., None], 1.0)
-    taken = (~rows.visible).scatter(1, fit.index, torch.ones_like(active))
+        value = torch.where(alone, distance[:, None], value)
+        move = move.masked_fill(alone, 1.0)
+    taken = (~rows.visible).scatter(1, fit.indices, torch.ones_like(active))
     value = value.masked_fill(taken[:, None], torch.inf).flatten(1)
     guess, pair = value.topk(tries, 1, largest=False)
     best = fit
@@ -197,7 +182,7 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
         step = move.flatten(1).gather(1, pair[:, t : t + 1])
         start = without[torch.arange(out.numel(), device=out.device), out] * (1 - step)
         start = torch.where(hot, step, start)
-        index = torch.where(hot, new, fit.index)
+        index = torch.where(hot, new, fit.indices)
         best = better(best, refit(rows, index, torch.where(possible, start, fit.weights)))
     return best
 
@@ -206,8 +191,8 @@ def search(rows: Mixtures, r: int) -> Fit:
     """The best of all solvers for every size up to r, each size starting from the previous one.
 
     The candidates of size k are the solution of size k - 1 with one more slot, the elimination with k left, and the k
-    largest weights; `exchange` improves them, so the error never increases with r. With few keys, where a bad local
-    optimum costs more since a value has no near neighbours, every candidate is improved; with many only the best.
+    largest weights, so the error never increases with r. `exchange` improves the best; with few keys, where a bad local
+    optimum costs more since a value has no near neighbours, every candidate.
     """
     fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
@@ -215,18 +200,18 @@ def search(rows: Mixtures, r: int) -> Fit:
         if size in eliminated:
             candidates.append(refit(rows, *eliminated[size]))
         if rows.points.shape[0] <= 64:
-            candidates = [exchange(rows, one, rounds=8, tries=4) for one in candidates]
+            candidates = [exchange(rows, candidate, rounds=8, tries=4) for candidate in candidates]
         fit = exchange(rows, reduce(better, candidates), rounds=2, tries=2)
     return fit
 
 
-def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """The decrease of the squared error by the best step from `here` (R, a, d) to each point, and that step's length.
+def _gain(points: Tensor, output: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """The decrease of the squared error by the best step from `output` (R, a, d) to each point, and that step's length.
 
     `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1]. Two (R, a, N) tensors.
     """
-    along = (here * error).sum(-1, keepdim=True) - error @ points.mT
-    length = points.square().sum(-1) - 2 * (here @ points.mT) + here.square().sum(-1, keepdim=True)
+    along = (output * error).sum(-1, keepdim=True) - error @ points.mT
+    length = points.square().sum(-1) - 2 * (output @ points.mT) + output.square().sum(-1, keepdim=True)
     along, length = along.clamp_min_(0.0), length.clamp_min_(1e-300)
     move = (along / length).clamp_max_(1.0)
     return move * (2 * along - move * length), move

@@ -1,10 +1,10 @@
-"""The r weights per row with the least output error, chosen with knowledge of the values."""
+"""The r weights per row that are best without knowledge of the values, and with it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,41 @@ BLOCK = 4_000_000
 """The most float64 numbers in the largest tensors of one block of rows."""
 
 
+def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "projected"] = "renormalised") -> Tensor:
+    """The r largest weights of every row, put back on the simplex.
+
+    Args:
+        weights: (..., N), non-negative rows that sum to one (attention weights).
+        r: largest number of nonzeros per row, at least 1.
+        form: "renormalised": `b_j = a_j / sum_S a`, which keeps proportions. "projected":
+            `b_j = a_j + (1 - sum_S a) / |S|`, the Euclidean projection onto the simplex over S, which is the l2-best
+            approximation of the row with at most r entries.
+
+    Returns:
+        (..., N) with at most r nonzeros per row; rows sum to one (rows of zeros stay zero). Cost O(N log r) per row.
+
+    Raises:
+        TypeError, ValueError: malformed weights, r < 1, unknown form.
+
+    Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3.
+    """
+    check_count("r", r)
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.ndim < 1:
+        raise TypeError(f"weights: expected a floating tensor (..., N), got {type(weights).__name__}")
+    if form not in ("renormalised", "projected"):
+        raise ValueError(f"form: expected 'renormalised' or 'projected', got {form!r}")
+    top = weights.topk(min(r, weights.shape[-1]), -1)
+    values = top.values
+    total = values.sum(-1, keepdim=True)
+    if form == "renormalised":
+        values = values / torch.where(total > 0, total, 1.0)
+    else:
+        positive = values > 0
+        added = (1 - total) / positive.sum(-1, keepdim=True).clamp_min(1)
+        values = torch.where(positive, values + added, values)
+    return torch.zeros_like(weights).scatter(-1, top.indices, values)
+
+
 def value_aware(
     weights: Tensor, values: Tensor, r: int, method: Method = "auto", *, mask: Tensor | None = None
 ) -> Tensor:
@@ -34,12 +69,10 @@ def value_aware(
 
     - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem; `caratheodory`);
     - `r = 1`: exact, the value nearest to the output;
-    - between: no fast exact method is known (the problem is NP-hard in general). "auto" is the best, row by row, of
-      greedy growth and of elimination continued from the Caratheodory solution, both improved by pairwise exchanges,
-      with the weights re-fitted exactly for every support tried.
+    - between: NP-hard in general. "auto" is the best, row by row, of greedy growth and of elimination continued from
+      the Caratheodory solution, both improved by pairwise exchanges, with the best weights for every support tried.
 
-    Whatever the method, the result is never worse than either form of `value_oblivious`; with "auto" the error never
-    increases with r.
+    The result is never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
 
     Args:
         weights: (..., Nq, N), rows on the simplex (attention weights). Rows of zeros stay zero.
@@ -58,28 +91,26 @@ def value_aware(
             unknown method.
 
     Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3; Maalouf, Jubran, Feldman (arXiv
-    1906.04705) for the exact case; Wolfe (1976) for the re-fit. The solvers between are ours.
+    1906.04705) for the exact case; Wolfe (1976) for the best weights of a support. The solvers between are ours.
     """
     check_count("r", r)
-    if method not in get_args(Method):
+    if method not in SOLVERS:
         raise ValueError(f"method: expected 'auto', 'greedy' or 'eliminate', got {method!r}")
-    check_pair(weights, values)
-    visible = torch.ones_like(weights, dtype=torch.bool) if mask is None else check_mask(mask, weights)
-    lead = weights.shape[:-2]
-    values = values.detach().expand(*lead, *values.shape[-2:]).reshape(-1, *values.shape[-2:])
-    rows = weights.detach().reshape(-1, *weights.shape[-2:])
-    shown = visible.reshape(rows.shape)
-    result = [_of_head(*head, r, method) for head in zip(rows, values, shown, strict=True)]
+    values = _checked(weights, values)
+    visible = torch.ones_like(weights, dtype=torch.bool) if mask is None else _checked_mask(mask, weights)
+    heads = (tensor.detach().reshape(-1, *tensor.shape[-2:]) for tensor in (weights, values, visible))
+    result = [_of_head(rows, points, seen, r, method) for rows, points, seen in zip(*heads, strict=True)]
     return torch.stack(result).view(weights.shape)
 
 
 def _of_head(weights: Tensor, values: Tensor, visible: Tensor, r: int, method: Method) -> Tensor:
     """The weights (Nq, N) of one head, block by block."""
-    points = plane_coordinates(values.double())
+    points = _plane_coordinates(values.double())
     count, rho = points.shape
-    each = count * (rho + 1) if r > rho else 6 * count * min(r, rho) + 4 * rho * rho
+    row_size = count * (rho + 1) if r > rho else 6 * count * min(r, rho) + 4 * rho * rho
+    block = max(1, min(128, BLOCK // row_size))
     parts = []
-    for part, seen in zip(*(rows.split(max(1, min(128, BLOCK // each))) for rows in (weights, visible)), strict=True):
+    for part, seen in zip(weights.split(block), visible.split(block), strict=True):
         live = part.sum(1) > 0
         dense = torch.zeros_like(part, dtype=torch.float64)
         if bool(live.any()):
@@ -102,7 +133,7 @@ def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Met
     return dense / dense.sum(1, keepdim=True)
 
 
-def plane_coordinates(points: Tensor) -> Tensor:
+def _plane_coordinates(points: Tensor) -> Tensor:
     """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean: (N, rho).
 
     All distances stay. Centring keeps a common offset from drowning the differences. rho counts the singular values
@@ -119,29 +150,25 @@ def plane_coordinates(points: Tensor) -> Tensor:
     return coordinates
 
 
-def check_pair(weights: object, values: object) -> None:
-    """Raise for weights that are not rows on the simplex (or zero), and for values that do not fit them."""
+def _checked(weights: Tensor, values: Tensor) -> Tensor:
+    """The values of every head. Refuses weights that are not rows on the simplex or zero, and values of other keys."""
     for name, tensor, shape in (("weights", weights, "(..., Nq, N)"), ("values", values, "(..., N, Dv)")):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name}: expected a floating tensor {shape}, got {got}")
         if tensor.ndim < 2 or 0 in tensor.shape:
             raise ValueError(f"{name}: expected a non-empty tensor {shape}, got shape {tuple(tensor.shape)}")
-    if not isinstance(weights, Tensor) or not isinstance(values, Tensor):  # for the type checker: refused above
-        return
     if values.shape[-2] != weights.shape[-1]:
         raise ValueError(f"values: expected {weights.shape[-1]} rows, one per key of weights, got {values.shape[-2]}")
     if values.device != weights.device:
         raise ValueError(f"values: expected {weights.device} like weights, got {values.device}; use values.to(weights)")
     try:
-        fits = torch.broadcast_shapes(weights.shape[:-2], values.shape[:-2]) == weights.shape[:-2]
+        of_heads = values.expand(*weights.shape[:-2], *values.shape[-2:])
     except RuntimeError:
-        fits = False
-    if not fits:
         raise ValueError(
             f"values: expected leading dimensions that broadcast to {tuple(weights.shape[:-2])} like weights, got "
             f"{tuple(values.shape[:-2])}; for grouped queries repeat the heads with repeat_interleave"
-        )
+        ) from None
     check_finite(weights=weights, values=values)
     if bool((weights < 0).any()):
         raise ValueError(
@@ -156,10 +183,11 @@ def check_pair(weights: object, values: object) -> None:
             f"weights: expected rows that sum to one (or are zero), got a row with sum {float(sums[off][0]):.6g}; "
             "divide each row by its sum"
         )
+    return of_heads
 
 
-def check_mask(mask: object, weights: Tensor) -> Tensor:
-    """The mask in the shape of weights. Raises `ValueError` for a mask that hides weight."""
+def _checked_mask(mask: Tensor, weights: Tensor) -> Tensor:
+    """The mask in the shape of weights. Refuses one that hides weight."""
     shape = tuple(weights.shape)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
