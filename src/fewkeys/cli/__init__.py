@@ -42,17 +42,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    left = "nothing was written"
+    outcome = "nothing was written"
     try:
         _end_in_order_on_sigterm()
         arguments = parser().parse_args(argv)
-        left = getattr(arguments, "left", left)
+        if kept := getattr(arguments, "kept", None):
+            outcome = f"{kept} are kept, the same command goes on from there"
         arguments.run(arguments)
     except _Terminated:
-        print(f"fewkeys: terminated; {left}", file=sys.stderr)
+        print(f"fewkeys: terminated; {outcome}", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print(f"fewkeys: interrupted; {left}", file=sys.stderr)
+        print(f"fewkeys: interrupted; {outcome}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has closed it, as in `fewkeys ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import as_json, deliver
-from fewkeys.cli.options import add_common, add_inputs, budgets, whole
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, whole
 from fewkeys.cli.progress import Step, progress
-from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
@@ -25,7 +24,7 @@ METHODS = {
     "random": "random keys",
     "top-k": "top-k per query (oracle)",
 }
-"""Rows of every comparison by short names."""
+"""The names of standard plans by short names."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,16 +40,11 @@ def add_to(commands: Any) -> None:
         "lengths) and, with a model, error.png; the pictures also as PDF.",
     )
     add_inputs(parser, sequences=None, required=False)
-    parser.add_argument(
-        "--lengths", type=budgets, default=[1024, 2048, 4096], metavar="N,N,...",
-        help="tokens (default 1024,2048,4096)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plans", type=_plans, default=["budget:192"], metavar="NAME:SLOTS,...",
-        help=f"plans to time, from {', '.join(METHODS)} (default budget:192)",
-    )  # fmt: skip
-    parser.add_argument("--heads", type=whole(), default=4, metavar="N", help="heads (default 4)")
-    parser.add_argument("--dim", type=whole(), default=64, metavar="N", help="head size of random inputs (default 64)")
+    add_value(parser, "--lengths", budgets, "1024,2048,4096", "tokens", "N,N,...")
+    plans = f"plans to time, from {', '.join(METHODS)}"
+    add_value(parser, "--plans", _plans, "budget:192", plans, "NAME:SLOTS,...")
+    add_value(parser, "--heads", whole(), 4, "heads")
+    add_value(parser, "--dim", whole(), 64, "head size of random inputs")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
@@ -61,25 +55,17 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Time, print, and write the JSON and the pictures."""
     real = arguments.demo or arguments.model is not None
-    inputs.prepare(arguments, "matplotlib", model=real)
+    inputs.prepare(arguments, "matplotlib")
     if arguments.text and not real:
         raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
     from fewkeys.bench.machine import machine, versions
     from fewkeys.bench.timing import as_dict, bench, growth
 
+    options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
     with progress() as step:
-        problem = _problem(arguments, real, step)
-        rows = bench(
-            problem,
-            {name: plan(name, arguments.causal) for name in arguments.plans},
-            arguments.lengths,
-            heads=arguments.heads,
-            real=real,
-            is_causal=arguments.causal,
-            backward=arguments.backward,
-            progress=step,
-        )
-    names = dict.fromkeys(row.name for row in rows)
+        draw = _draw(arguments, real, step)
+        plans = {name: _plan(name, arguments.causal) for name in arguments.plans}
+        rows = bench(draw, plans, arguments.lengths, **options, progress=step)
     result: dict[str, Any] = {
         "machine": machine(),
         "versions": versions(),
@@ -89,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
             "backward": arguments.backward,
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
         },
-        "growth": {name: growth(rows, name) for name in names},
+        "growth": {name: growth(rows, name) for name in ["exact", *plans]},
         "rows": [as_dict(row) for row in rows],
     }
 
@@ -98,17 +84,16 @@ def run(arguments: argparse.Namespace) -> None:
     what = headline(result["settings"], arguments.heads)
 
     def fill(folder: Path) -> None:
-        write_whole(folder / "bench.json", as_json(result) + "\n")
         if len(set(arguments.lengths)) > 1:
             save_time(rows, folder / "time.png", title=what)
         if real:
             save_error(rows, folder / "error.png", title=what)
 
-    deliver(arguments, result, lambda: print_timings(rows), fill)
+    deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
 
 
-def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
-    """Where the inputs come from."""
+def _draw(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
+    """The source of the inputs."""
     import torch
 
     from fewkeys.bench.long_inputs import captured_inputs, random_inputs
@@ -119,11 +104,8 @@ def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
     longest = max(arguments.lengths)
     arguments.length = min(512, longest)
     arguments.sequences = -(-longest // arguments.length)
-    opened = inputs.open_model(arguments, step)
-    from fewkeys.integrations.transformers import capture
-
-    step(0, 1, "exact attention of every layer")
-    return captured_inputs(capture(opened.model, opened.batches), dtype=dtype)
+    captured, _ = inputs.read(arguments, step)
+    return captured_inputs(captured, dtype=dtype)
 
 
 def _plans(text: str) -> list[str]:
@@ -137,8 +119,8 @@ def _plans(text: str) -> list[str]:
     return names
 
 
-def plan(name: str, is_causal: bool) -> Plan:
-    """The plan called `name`: the row of every comparison that `METHODS` names, with as many slots."""
+def _plan(name: str, is_causal: bool) -> Plan:
+    """The standard plan that `name` means, such as "budget:192"."""
     from fewkeys.judge.standard import standard_plans
 
     method, _, slots = name.partition(":")

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fewkeys import demo
 from fewkeys.cli import inputs
 from fewkeys.cli.files import as_json, deliver, publish
 from fewkeys.cli.options import add_common, add_inputs
@@ -28,21 +27,18 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
+    from fewkeys.captures.capture import INDEX
+
     inputs.prepare(arguments)
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
-    facts: dict[str, Any] = {"model": arguments.model or demo.NAME, "directory": str(out)}
+    facts: dict[str, Any] = {}
     with progress() as step:
-        opened = inputs.open_model(arguments, step)
-
-        from fewkeys.captures.capture import INDEX
-        from fewkeys.integrations.transformers import capture
 
         def fill(folder: Path) -> None:
-            step(0, 1, "exact attention of every layer")
-            captured = capture(opened.model, opened.batches, folder)
-            facts.update(layers=captured.layers, sequences=captured.sequences)
+            captured, opened = inputs.read(arguments, step, folder)
+            facts.update(model=opened.name, directory=str(out), layers=captured.layers, sequences=captured.sequences)
             write_whole(folder / inputs.OPENED, as_json({"model": opened.name, "tokens": opened.tokens}))
 
         publish(out, fill, last=INDEX)

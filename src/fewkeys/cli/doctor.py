@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli.files import deliver
 from fewkeys.cli.inputs import EXTRAS, set_threads
 from fewkeys.cli.options import add_common
 from fewkeys.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fewkeys.plan import Plan
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
@@ -45,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         auto = {}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
-            auto[name] = [_auto(plan, length, "is_causal" in name) for length in LENGTHS]
+            auto[name] = [_auto(plan, length) for length in LENGTHS]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
         "versions": versions(with_transformers=True),
@@ -53,15 +56,12 @@ def run(arguments: argparse.Namespace) -> None:
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for module, extra in EXTRAS.items()},
-        "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},
+        "auto": auto,
     }
     deliver(arguments, facts, lambda: _show(facts))
 
 
-AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
-
-
-def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
+def _auto(plan: Plan, length: int) -> dict[str, Any]:
     """Whether `impl="auto"` runs the plan at a length, and the expected milliseconds where these decide."""
     import torch
 
@@ -69,10 +69,11 @@ def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | No
     from fewkeys.cost.crossover import exact_is_faster, expected
 
     row = torch.zeros(1, HEADS, length, DIM)
-    inputs = check_inputs(row, row, row, is_causal=is_causal)
+    inputs = check_inputs(row, row, row, is_causal=plan.is_causal)
     runs = "exact" if exact_is_faster(inputs, plan) else "plan"
     times = expected(inputs, plan)
-    return (length, runs, None, None) if times is None else (length, runs, times.exact, times.plan)
+    exact, planned = (None, None) if times is None else (times.exact, times.plan)
+    return {"tokens": length, "runs": runs, "exact_ms": exact, "plan_ms": planned}
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
     add_common(parser, None, seed=False)
-    parser.set_defaults(run=run, left="finished texts are kept, the same command goes on from there")
+    parser.set_defaults(run=run, kept="finished texts")
 
 
 @dataclass(frozen=True)

