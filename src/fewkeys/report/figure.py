@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fewkeys.judge.result import Report
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NOTHING = 1e-4
-"""Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
+LEAST_ERROR = 1e-4
+"""Smaller errors are left out: a logarithmic axis cannot show zero."""
 
-# Colours of Okabe and Ito, which colour-blind readers tell apart. Wine, dashed: oracles. Grey: controls.
+# Colours of Okabe and Ito, for colour-blind readers. Wine, dashed: oracles. Grey: controls.
 LOOKS = {
     "exact": Look("#000000", "-", 1.8, "D"),
     "top-k per query (oracle)": Look("#882255", (0, (5, 2)), 1.8, "D"),
@@ -35,7 +35,7 @@ LOOKS = {
     "budget": Look("#009e73", "-", 3.4, "o"),
     "tuned": Look("#d55e00", "-", 3.4, "o"),
 }
-"""Of rows by name, and of `fewkeys bench`'s plans by what stands before the colon."""
+"""By the names of rows, and of `fewkeys bench`'s plans without their slots."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -50,10 +50,10 @@ def error_figure(report: Report) -> Figure:
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row.slots):
-        if row.error > NOTHING and row.slots > 0:
+        if row.error > LEAST_ERROR and row.slots > 0:
             lines.setdefault(row.name, []).append((row.slots, row.error))
     say(axes, "slots per query: keys attended exactly + price of the stand-ins", "mean relative output error")
-    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > NOTHING})
+    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > LEAST_ERROR})
     draw_lines(axes, lines, budgets)
     return figure
 
@@ -71,8 +71,8 @@ def time_figure(report: Report) -> Figure:
 
 
 def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] | None = None) -> dict[str, Look]:
-    """Draw and name lines on logarithmic axes, with numbers at `marks` of the first; their styles."""
-    looks = {name: look_of(name, order) for order, name in enumerate(lines)}
+    """Draw lines on logarithmic axes, with numbers at `marks` of the x axis, and a legend. Returns their styles."""
+    looks = looks_of(lines)
     for name, points in lines.items():
         draw(axes, [x for x, _ in points], [y for _, y in points], looks[name])
     if not lines:
@@ -85,6 +85,8 @@ def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] |
     return looks
 
 
-def look_of(name: str, order: int) -> Look:
-    """The style of the line with that name; `order`: its place among the lines shown."""
-    return LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)])
+def looks_of(names: Iterable[str]) -> dict[str, Look]:
+    """The styles of the lines with these names."""
+    return {
+        name: LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)]) for order, name in enumerate(names)
+    }

@@ -1,4 +1,4 @@
-"""The common style of all figures: panels side by side, plain numbers on the axes, a legend beside each panel."""
+"""The common style of all figures: panels, plain numbers on the axes, a legend beside each panel."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Look:
     width: float = 1.6
     marker: str = "o"
 
+    def options(self) -> dict[str, Any]:
+        """The style in matplotlib's words."""
+        line = {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
+        return line | {"marker": self.marker, "markersize": 7 if self.width > 3 else 4.5}
+
 
 def sheet(
     title: str,
@@ -40,7 +45,7 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a heading and rows x columns panels of about `size` inches, each with `names` inches for a legend.
 
-    No global state of matplotlib is used, so it works without a display and beside other plots.
+    It uses no global state of matplotlib: it works without a display and beside other plots.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,14 +71,7 @@ def say(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
     """One line with its markers; broad lines are above the others."""
-    axes.plot(x, y, **_of(look), zorder=2 + look.width / 2, **more)
-
-
-def _of(look: Look) -> dict[str, Any]:
-    size = 7 if look.width > 3 else 4.5
-    return {
-        "color": look.color, "linestyle": look.dash, "linewidth": look.width, "marker": look.marker, "markersize": size
-    }  # fmt: skip
+    axes.plot(x, y, **look.options(), zorder=2 + look.width / 2, **more)
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
@@ -108,7 +106,7 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
     from matplotlib.lines import Line2D
 
     names = sorted(ends, key=lambda name: -ends[name][1])
-    handles = [Line2D([], [], **_of(looks[name])) for name in names]
+    handles = [Line2D([], [], **looks[name].options()) for name in names]
     legend = axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     for text in legend.get_texts():
         text.set_parse_math(False)

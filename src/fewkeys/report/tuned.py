@@ -7,14 +7,14 @@ import os
 from fewkeys.judge.result import Report
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
-from fewkeys.report.figure import look_of
+from fewkeys.report.figure import looks_of
 from fewkeys.report.style import draw, logarithmic, name_lines, save, say, sheet
 
 KINDS = {"window": "#56b4e9", "other kept keys": "#0072b2", "cluster means": "#009e73", "first-order term": "#e69f00"}
 
 
 def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the figure as PNG and PDF. Needs matplotlib (`pip install fewkeys[report]`)."""
+    """Draw the figure as PNG and PDF. Needs matplotlib."""
     parts = [[_parts(head) for head in heads] for heads in plan]
     flat = [head for heads in parts for head in heads]
     mean = plan.record.get("slots", sum(map(sum, flat)) / len(flat))
@@ -34,7 +34,7 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
     say(slots, "heads, layer by layer", "slots per query")
 
     lines = {row.name: [error or 0.0 for error in row.per_layer["error"]] for row in report.rows if row.kind != "exact"}
-    looks = {name: look_of(name, order) for order, name in enumerate(lines)}
+    looks = looks_of(lines)
     for name, by_layer in lines.items():
         draw(errors, range(report.layers), by_layer, looks[name])
     say(errors, "layer", "mean relative output error on held-out text")
@@ -45,7 +45,7 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
 
 
 def _parts(plan: Plan) -> tuple[float, float, float, float]:
-    """The slots of a plan by kind: window, other kept keys, means, rank. A plan that keeps every key shows none."""
+    """The slots of a plan by kind, as in `KINDS`. A plan that keeps every key shows none."""
     window = sum(part.remembered.latest for part in plan.parts if part.remembered)
     others = sum(getattr(part, "count", None) or 0 for part in plan.parts)
     return float(window), float(others), float(plan.rest.clusters), float(getattr(plan.rest, "rank", 0))
