@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -40,11 +41,16 @@ def versions(*, with_transformers: bool = False) -> dict[str, str]:
     """
     plans = " ".join(f"{error:.3g}" for error in map(error_on_fixed_inputs, RECOMMENDED))
     numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
-    return {**numbers, "transformers": _version("transformers")} if with_transformers else numbers
+    if with_transformers:
+        try:
+            numbers["transformers"] = version("transformers")
+        except PackageNotFoundError:
+            numbers["transformers"] = "not installed"
+    return numbers
 
 
 def is_of_todays_plans(named: Mapping[str, str]) -> bool:
-    """Whether results that name these versions have the errors of today's plans. Results without errors have not."""
+    """Whether results with these versions have the errors of today's plans."""
     errors, today = ([float(number) for number in of.get("plans", "").split()] for of in (named, versions()))
     return len(errors) == len(today) and all(abs(a - b) <= TOLERANCE * b for a, b in zip(errors, today, strict=True))
 
@@ -63,17 +69,8 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     return float(((output - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    name = re.search(r"^model name[^:]*:(.*)", text, re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()

@@ -1,8 +1,7 @@
-"""Time, memory and error of plans against exact attention, side by side, length by length.
+"""Time, memory and error of plans and of exact attention at each length.
 
-At every length exact attention and the plans take turns, so that a machine that slows down slows both. Figures are
-medians over the turns; a ratio is the median of the ratios of single turns. The plans always run; `auto` says whether
-`impl="auto"` would have run them.
+Exact attention and the plans take turns, so that a machine that slows down slows both. Times are medians over the
+turns, and so are ratios. The plans run even where `impl="auto"` would not run them.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 
 @dataclass(frozen=True)
 class Timing:
-    """One plan, or exact attention, at one length. Milliseconds, bytes.
+    """One plan, or exact attention, at one length.
 
     Attributes:
         name: the plan's, or "exact".
         length, heads: tokens, and heads that ran together.
         ms: median of a call; with `backward`, of a call and its gradients.
-        ratio, ratio_low, ratio_high: exact attention's time over this one's, turn by turn: median and quartiles.
+        ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         tensor_bytes: of query, key, value and output together.
-        error: mean relative output error; None where the inputs are random.
-        auto: "plan" or "exact", what `impl="auto"` runs.
+        error: mean relative output error; None for random inputs.
+        auto: what `impl="auto"` runs, "plan" or "exact".
     """
 
     name: str
@@ -77,9 +76,9 @@ def bench(
     backward: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Timing]:
-    """Time every plan at every length. `real`: whether to measure errors (captured inputs).
+    """Time every plan at every length, with fewer heads for very long inputs (`EXACT_PAIRS`).
 
-    Inputs on which exact attention would take minutes get fewer heads (`EXACT_PAIRS`).
+    real: whether to measure errors (captured inputs).
     """
     rows: dict[str, Plan | None] = {"exact": None, **plans}
     step = progress or (lambda done, total, what: None)
@@ -105,9 +104,8 @@ def bench(
 
 
 def growth(rows: Sequence[Timing], name: str) -> float | None:
-    """The exponent with which a plan's time per head grows from `GROWTH_START` tokens to the last length.
-
-    If fewer than two lengths are that long, it starts at the first.
+    """The exponent with which a plan's time per head grows from `GROWTH_START` tokens to the last length, or from the
+    first length if fewer than two are that long.
     """
     timings = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
     late = [row for row in timings if row.length >= GROWTH_START]

@@ -1,8 +1,7 @@
 """The inputs of a model's attention layers, kept on disk.
 
 A capture is a folder with one safetensors file per layer and batch (two with gradients), one with the output
-projections, and a `capture.json` that describes them. `fewkeys.captures.writer` writes it. `Capture` maps the files
-into memory on demand.
+projections, and a `capture.json` that describes them. `fewkeys.captures.writer` writes it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class AttentionInputs:
         return options | {"generator": generator, "impl": impl}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
-        """The call as validated `Inputs`."""
+        """The validated `Inputs` of the call."""
         return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
 
     @property
@@ -84,14 +83,14 @@ class AttentionInputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Facts:
-    """The facts of a capture besides its tensors: the content of `capture.json`.
+    """The content of `capture.json`.
 
     Attributes:
-        scales: one softmax scale for each layer.
-        sequences, tokens: those of all `batches`.
+        scales: the softmax scale of each layer.
+        sequences, tokens: of all `batches`.
         weights: a number for every layer's weights, which identifies the model; empty if unknown.
         gradients: whether every call holds its gradient.
-        files: the fingerprint of each file of tensors by its name, checked at the first read.
+        files: the fingerprint of each file of tensors, checked at the first read.
     """
 
     format_version: int = FORMAT_VERSION
@@ -116,7 +115,7 @@ class Facts:
 class Capture(Facts):
     """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
 
-    Made by `CaptureWriter.finish` or `Capture.load`. A temporary directory is removed with the object.
+    A temporary directory is removed with the object.
     """
 
     directory: Path
@@ -125,7 +124,7 @@ class Capture(Facts):
     _sound: set[str] = field(default_factory=set, repr=False)
 
     def calls(self, layer: int) -> Iterator[AttentionInputs]:
-        """The calls of one layer, batch by batch. Tensors are read lazily from the mapped files: O(1 batch) memory.
+        """The calls of one layer, batch by batch. Memory: one batch.
 
         Raises `ValueError` for a layer that is not there and for a file that is missing or damaged.
         """
@@ -156,7 +155,7 @@ class Capture(Facts):
         return tensors
 
     def digest(self, layer: int) -> str:
-        """A fingerprint of all that attention in a layer depends on: tensors, scale, and which sequences there are."""
+        """A fingerprint of the tensors, the scale and the sequences of a layer."""
         beginnings = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
         files = sorted(item for item in self.files.items() if item[0].startswith(beginnings))
         facts = [files, self.scales[layer], self.is_causal, str(self._part)]
@@ -164,11 +163,11 @@ class Capture(Facts):
 
     @property
     def biased(self) -> bool:
-        """Whether the model adds a distance bias to its scores. Reads one call."""
+        """Whether the model adds a distance bias to its scores."""
         return next(self.calls(0)).distance_bias is not None
 
     def part(self, start: int, stop: int) -> Capture:
-        """The capture of sequences start .. stop - 1, in the same files: for held-out sequences."""
+        """The capture of sequences start .. stop - 1, in the same files."""
         if not 0 <= start < stop <= self.sequences:
             raise ValueError(
                 f"start, stop: expected a range of the {self.sequences} captured sequences, got {start} .. {stop}"

@@ -1,7 +1,4 @@
-"""Writes a capture: one attention call at a time, and `capture.json` last, by rename.
-
-A folder without `capture.json` is not a capture, even if it has files of tensors.
-"""
+"""Writes a capture: one attention call at a time, and `capture.json` last. A folder without it is not a capture."""
 
 from __future__ import annotations
 
@@ -47,16 +44,13 @@ class CaptureWriter:
         self._shape: dict[str, Any] = {}
         self._scales: list[float] = []
         self._layer = self._batches = self._sequences = self._tokens = 0
-        if directory is None:
-            self._created, self.directory = True, Path(tempfile.mkdtemp(prefix="fewkeys-capture-"))
-            return
-        self.directory = Path(directory)
+        self.directory = Path(tempfile.mkdtemp(prefix="fewkeys-capture-") if directory is None else directory)
+        self._created = self._temporary or not self.directory.exists()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
-        if self.directory.is_dir() and any(self.directory.iterdir()):
-            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
-        self._created = not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
 
     def write(self, inputs: AttentionInputs) -> None:
         """Write the call of the next layer of the current batch."""
@@ -77,7 +71,7 @@ class CaptureWriter:
         self._shape = shape
         if self._batches == 0:
             self._scales.append(float(inputs.scale))
-        elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
+        elif self._scales[self._layer : self._layer + 1] != [float(inputs.scale)]:
             raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
         bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
         masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
@@ -89,12 +83,12 @@ class CaptureWriter:
         self._layer += 1
 
     def write_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch, in their order."""
+        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch."""
         for layer, gradient in enumerate(gradients):
             self._save(gradient_name(layer, self._batches), {"gradient": gradient})
 
     def end_batch(self) -> None:
-        """Close the current batch; every batch must have called the same layers."""
+        """Close the current batch, in which every layer must have been called."""
         if self._layer == 0 or self._layer != len(self._scales):
             raise ValueError(
                 f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
@@ -113,7 +107,7 @@ class CaptureWriter:
         save_file(copies, self.directory / name)
 
     def finish(self, weights: Sequence[float] = ()) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: as in `Capture`."""
+        """Write `capture.json` and return the capture. `weights`: as in `Facts`."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
         facts = Facts(
@@ -142,7 +136,7 @@ class CaptureWriter:
 
 
 class _Removal:
-    """Removes a folder when this object is collected, at the latest at exit."""
+    """Removes a folder when this object is collected or the program ends."""
 
     def __init__(self, directory: Path) -> None:
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 RESULTS = "results.json"
-"""What `fewkeys report` reads."""
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
 SECONDS = 5.0

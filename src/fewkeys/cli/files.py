@@ -1,4 +1,4 @@
-"""Folders for results: checked before the work begins, and written completely or not at all."""
+"""Folders for results: checked before the work, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fewkeys.core.files import write_whole
 
 
 def check_folder(out: Path) -> None:
-    """Raise before the work begins if files could not be written to `out`. Leaves no file behind."""
+    """Raise if files could not be written to `out`."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: expected a folder, got a file: {out}")
     parent = _existing(out)
@@ -35,9 +35,8 @@ def _existing(path: Path) -> Path:
 
 
 def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
-    """Let `fill` write files to a folder beside `out`, then move them into it, `last` at the end. Returns their names.
-
-    A rename within one file system: a file is there as a whole or not at all.
+    """Let `fill` write files to a folder beside `out`, then move them into `out`, `last` at the end. Returns their
+    names.
     """
     staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
     try:
@@ -60,9 +59,9 @@ def deliver(
     fill: Callable[[Path], None] = lambda folder: None,
     last: str = "",
 ) -> None:
-    """Write the result as JSON to the file `name` of --out, with the files of `fill`, if both are given.
+    """Write the result as JSON to the file `name` in --out, beside the files of `fill`, if both are given.
 
-    Print the result as JSON under --json, else call `show`.
+    Then print the JSON under --json, else call `show`.
     """
     text = result if isinstance(result, str) else as_json(result) + "\n"
     names = []

@@ -1,4 +1,4 @@
-"""The inputs of every command: required packages, a model, its tokenizer, and a text."""
+"""The inputs of commands: required packages, models, captures, plans and texts."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ class Opened:
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
-    """Raise `ValueError` before the work begins if results could not be written or a package is not installed.
-
-    `modules`: needed besides those of the options.
-    """
+    """Raise `ValueError` if results could not be written, or if one of `modules` or those of the options is missing."""
     if arguments.out is not None:
         check_folder(arguments.out)
     options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
@@ -65,7 +62,7 @@ def prepare(arguments: argparse.Namespace, *modules: str) -> None:
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
-    """Set the number of threads to `--threads`."""
+    """Set torch's threads to --threads."""
     if arguments.threads is not None:
         import torch
 
@@ -73,7 +70,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 
 def need(*modules: str) -> None:
-    """Raise `ValueError` naming all the extras to install at once where modules are missing."""
+    """Raise `ValueError` with all the extras to install if modules are missing."""
     missing = sorted({name for name in modules if find_spec(name) is None})
     if not missing:
         return
@@ -84,7 +81,7 @@ def need(*modules: str) -> None:
 
 
 def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
-    """The model that the options name, and the text cut into sequences for it."""
+    """The model that the options name, and the text in sequences for it."""
     files = arguments.text or ([demo.TEXT] if arguments.demo else None)
     if files is None:
         raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
@@ -132,7 +129,7 @@ def read(
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:
-    """The plan, or the plans of every head, in a folder."""
+    """The plan in a folder."""
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
@@ -143,7 +140,7 @@ def open_plan(folder: Path) -> Plan | ModelPlan:
 
 @contextmanager
 def named_as_options(**options: str) -> Iterator[None]:
-    """Make errors that name a Python argument name the command-line option."""
+    """Replace the name of a Python argument at the beginning of an error by the option's."""
     try:
         yield
     except ValueError as error:
@@ -152,7 +149,6 @@ def named_as_options(**options: str) -> Iterator[None]:
 
 
 def _read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of the files."""
     texts = []
     for path in paths:
         if str(path) != "-" and not path.is_file():

@@ -41,7 +41,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw mean output error (log) against slots used (log), as PNG and PDF. Needs matplotlib."""
+    """Write `error_figure` as PNG and PDF. Needs matplotlib."""
     save(error_figure(report), path)
 
 
@@ -59,7 +59,7 @@ def error_figure(report: Report) -> Figure:
 
 
 def time_figure(report: Report) -> Figure:
-    """Milliseconds of the whole model against tokens: exact attention and every plan that was timed."""
+    """Milliseconds of the whole model against tokens."""
     figure, (axes,) = sheet("Time of the whole model", "one text, random weights, the plan in every layer")
     lines = {"exact": [(float(item.length), item.exact_ms) for item in report.whole_times]}
     lines |= {

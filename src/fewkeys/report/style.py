@@ -75,7 +75,7 @@ def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more:
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
-    """A dashed vertical line with a label on its left, which ends at `top` of the height."""
+    """A dashed vertical line with a label on its left, from `top` of the height down."""
     axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
     axes.annotate(
         words, (x, top), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
@@ -91,7 +91,7 @@ def halo() -> list[Any]:
 
 
 def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
-    """A logarithmic axis ("x" or "y") around the values, with plain numbers at `marks`, or at 1, 2, 5, 10, ..."""
+    """Make an axis ("x" or "y") logarithmic, with numbers at `marks`, or at 1, 2, 5, 10, ..."""
     low, high = min(values) / 1.12, max(values) * 1.12
     steps = [m * 10.0**e for e in range(-6, 8) for m in (1, 2, 5)] if marks is None else marks
     shown = [step for step in steps if low <= step <= high]
@@ -102,7 +102,7 @@ def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[
 
 
 def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """A legend on the right of the panel, in the order in which the lines end there."""
+    """A legend on the right of the panel, in the order of the lines' ends."""
     from matplotlib.lines import Line2D
 
     names = sorted(ends, key=lambda name: -ends[name][1])
@@ -113,7 +113,7 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure as PNG and as PDF, whole or not at all: the same bytes for the same figure."""
+    """Write the figure as PNG and as PDF: the same bytes for the same figure."""
     for suffix, date in (("png", "Software"), ("pdf", "CreationDate")):
         drawn = io.BytesIO()
         figure.savefig(drawn, format=suffix, metadata={date: None})
@@ -121,7 +121,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page, with its text as text."""
+    """The figure as an element of an HTML page."""
     from matplotlib import rc_context
 
     drawn = io.StringIO()
