@@ -22,19 +22,18 @@ from fewkeys.core.version import VERSION
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
 
-    _given: Sequence[str] = ()
+    _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else args
+        self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        inner = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = [self, *(choices[word] for choices in inner for word in self._given if word in choices)]
-        options = [name for one in parsers for name in one._option_string_actions if name.startswith("--")]
-        for word in self._given:
-            name = word.partition("=")[0]
-            if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1, 0.7)):
+        commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers = [self, *(choices[word] for choices in commands for word in self._words if word in choices)]
+        options = [name for parser in parsers for name in parser._option_string_actions if name.startswith("--")]
+        for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
                 message = f"unknown option {name}; did you mean {near[0]}?"
                 break
         raise ValueError(f"{message} (try {self.prog} --help)")

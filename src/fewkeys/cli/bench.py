@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,8 @@ from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
-    from fewkeys.plan import Plan
 
-METHODS = {
+ROWS = {
     "budget": "fewkeys budget",
     "window": "window",
     "sinks": "sinks + window",
@@ -25,7 +25,6 @@ METHODS = {
     "top-k": "top-k per query (oracle)",
 }
 """The names of standard plans by short names."""
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_to(commands: Any) -> None:
@@ -41,11 +40,12 @@ def add_to(commands: Any) -> None:
     )
     add_inputs(parser, sequences=None, required=False)
     add_value(parser, "--lengths", budgets, "1024,2048,4096", "tokens", "N,N,...")
-    plans = f"plans to time, from {', '.join(METHODS)}"
+    plans = f"plans to time, from {', '.join(ROWS)}"
     add_value(parser, "--plans", _plans, "budget:192", plans, "NAME:SLOTS,...")
     add_value(parser, "--heads", whole(), 4, "heads")
     add_value(parser, "--dim", whole(), 64, "head size of random inputs")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     add_common(parser, "folder for the results", seed=False)
@@ -60,19 +60,19 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
     from fewkeys.bench.machine import machine, versions
     from fewkeys.bench.timing import as_dict, bench, growth
+    from fewkeys.judge.standard import standard_plans
 
     options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
     with progress() as step:
         draw = _draw(arguments, real, step)
-        plans = {name: _plan(name, arguments.causal) for name in arguments.plans}
+        standard = partial(standard_plans, is_causal=arguments.causal)
+        plans = {name: standard(slots)[row] for name, (row, slots) in arguments.plans.items()}
         rows = bench(draw, plans, arguments.lengths, **options, progress=step)
     result: dict[str, Any] = {
         "machine": machine(),
         "versions": versions(),
         "settings": {
-            "dtype": arguments.dtype,
-            "causal": arguments.causal,
-            "backward": arguments.backward,
+            **{name: getattr(arguments, name) for name in ("dtype", "causal", "backward")},
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
         },
         "growth": {name: growth(rows, name) for name in ["exact", *plans]},
@@ -108,20 +108,12 @@ def _draw(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
     return captured_inputs(captured, dtype=dtype)
 
 
-def _plans(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
+def _plans(text: str) -> dict[str, tuple[str, int]]:
+    """The standard plans of a list such as "budget:192,window:64": the row and the slots of each name."""
+    plans = {}
+    for name in text.split(","):
         method, _, slots = name.partition(":")
-        if method not in METHODS or not slots.isdigit() or int(slots) < 1:
-            raise argparse.ArgumentTypeError(
-                f"expected names such as budget:192, from {', '.join(METHODS)}, got {name!r}"
-            )
-    return names
-
-
-def _plan(name: str, is_causal: bool) -> Plan:
-    """The standard plan that `name` means, such as "budget:192"."""
-    from fewkeys.judge.standard import standard_plans
-
-    method, _, slots = name.partition(":")
-    return standard_plans(int(slots), is_causal=is_causal)[METHODS[method]]
+        if method not in ROWS or not slots.isdigit() or int(slots) < 1:
+            raise argparse.ArgumentTypeError(f"expected names such as budget:192, from {', '.join(ROWS)}, got {name!r}")
+        plans[name] = ROWS[method], int(slots)
+    return plans

@@ -39,15 +39,13 @@ def add_to(commands: Any) -> None:
     add_inputs(parser, capture=True)
     slots = "slots per query: how many keys and stand-ins each query attends to"
     add_value(parser, "--slots", budgets, "16,32,64,128", slots, "N,N,...")
-    parser.add_argument(
-        "--lengths", type=budgets, metavar="N,N,...",
-        help="also time a whole model of the same shape, with random weights, on one text of so many tokens: exact "
-        "attention against the recommended plans and those of --plan",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", action="append", type=named_path, default=[], metavar="DIR",
-        help="folder with a plan, written by save_pretrained or fewkeys tune, to compare too; may be repeated",
-    )  # fmt: skip
+    lengths = (
+        "also time a whole model of the same shape, with random weights, on one text of so many tokens: exact "
+        "attention against the recommended plans and those of --plan"
+    )
+    parser.add_argument("--lengths", type=budgets, metavar="N,N,...", help=lengths)
+    plan = "folder with a plan, written by save_pretrained or fewkeys tune, to compare too; may be repeated"
+    parser.add_argument("--plan", action="append", type=named_path, default=[], metavar="DIR", help=plan)
     add_common(parser, "folder for the results", required=False)
     parser.set_defaults(run=run)
 
@@ -97,10 +95,9 @@ def _whole_times(
     from fewkeys.integrations.effect import of_shape, time_model
     from fewkeys.judge.result import WholeTime
 
-    times = []
+    times, timed = [], [plans[row.budget][row.name] for row in rows]
     for number, length in enumerate(lengths):
         step(number, len(lengths), f"times of whole models at {length:,} tokens")
-        timed = [plans[row.budget][row.name] for row in rows]
         timings = time_model(of_shape(model.config, length, model.dtype), timed, length, seconds=SECONDS)
         for row, timing in zip(rows, timings, strict=True):
             times.append(WholeTime(row.name, row.budget, length, timing.turns, timing.ms, timing.exact_ms))

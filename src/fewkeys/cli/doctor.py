@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
         processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
+        processor["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         auto = {}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
             auto[name] = [_auto(plan, length) for length in LENGTHS]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
         "versions": versions(with_transformers=True),
-        "machine": processor | {"gpu": gpu},
+        "machine": processor,
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for module, extra in EXTRAS.items()},
@@ -80,8 +80,8 @@ def _show(facts: dict[str, Any]) -> None:
     from fewkeys.core.clock import in_words
     from fewkeys.report.table import show
 
-    have = [name for name, there in facts["extras"].items() if there]
-    lack = [name for name, there in facts["extras"].items() if not there]
+    installed = [extra for extra, is_installed in facts["extras"].items() if is_installed]
+    missing = ",".join(extra for extra in facts["extras"] if extra not in installed)
     machine = facts["machine"]
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
@@ -91,7 +91,7 @@ def _show(facts: dict[str, Any]) -> None:
         "library": facts["library"],
         "gpu": machine["gpu"] or "none that torch finds",
         "cache": facts["cache"],
-        "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
+        "extras": ", ".join(installed) + (f"; not installed: pip install 'fewkeys[{missing}]'" if missing else ""),
     }
     for name, line in lines.items():
         print(f"{name:13}{line}")

@@ -62,34 +62,31 @@ def run(arguments: argparse.Namespace) -> None:
     """Fit on one part of the text, judge on the other, print, and write the predictor."""
     inputs.prepare(arguments, "sklearn")
     with progress() as step:
-        from fewkeys.core.weights import Entmax
-
-        captured, _ = inputs.read(arguments, step, weights=Entmax(arguments.alpha))
+        captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
 
         from fewkeys.papers.sparsefinder import Sparsefinder
         from fewkeys.papers.sparsefinder.evaluate import judge
         from fewkeys.select import Window
 
-        held_out = max(1, round(arguments.held_out * captured.sequences))
-        if captured.sequences - held_out < 2:
+        sequences = captured.sequences
+        held_out = max(1, round(arguments.held_out * sequences))
+        if sequences - held_out < 2:
             raise ValueError(
-                f"--held-out: expected at least 2 sequences left to fit on, got {captured.sequences} in all and "
-                f"{held_out} held out; give more text"
+                f"--held-out: expected at least 2 sequences left to fit on, got {sequences} in all and {held_out} held "
+                "out; give more text"
             )
-        seen = captured.part(0, captured.sequences - held_out)
-        unseen = captured.part(captured.sequences - held_out, captured.sequences)
+        seen, unseen = captured.part(0, sequences - held_out), captured.part(sequences - held_out, sequences)
         work = arguments.out / WORK
         names = ("rank", "alpha", "shared", "margin", "lr", "epochs", "batch", "seed")
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        rows = judge(
-            {"projected": finder, "raw": raw},
-            unseen,
-            _groupings(unseen, arguments.margin),
-            keep=Window(WINDOW),
-            done=lambda done, total: step(done, total, "held-out sequences"),
-        )
+        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen, arguments.margin)
+
+        def done(count: int, total: int) -> None:
+            step(count, total, "held-out sequences")
+
+        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=done)
     report = {
         "model": captured.model_name,
         "shape": asdict(finder.shape),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fewkeys.captures.capture import Capture
-    from fewkeys.core.weights import Weights
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
@@ -106,14 +105,16 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
 
 
 def read(
-    arguments: argparse.Namespace, step: Step, directory: Path | None = None, weights: Weights | None = None
+    arguments: argparse.Namespace, step: Step, directory: Path | None = None, alpha: float | None = None
 ) -> tuple[Capture, Opened]:
-    """The capture that --capture names, else a new one. `directory`, `weights`: as in `fewkeys.capture`."""
+    """The capture that --capture names, else a new one. `alpha`: that of the model's entmax, None for softmax."""
     if getattr(arguments, "capture", None) is None:
         opened = open_model(arguments, step)
+        from fewkeys.core.weights import Entmax
         from fewkeys.integrations.transformers import capture
 
-        step(0, 1, f"{'exact' if weights is None else 'entmax'} attention of every layer")
+        step(0, 1, f"{'exact' if alpha is None else 'entmax'} attention of every layer")
+        weights = None if alpha is None else Entmax(alpha)
         captured = capture(opened.model, opened.batches, directory, weights=weights)
     else:
         if arguments.text:
