@@ -18,6 +18,19 @@ from typing import Any, NoReturn
 from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
 from fewkeys.core.version import VERSION
 
+COMMANDS = {
+    embed: "embed the texts of files and folders: one vector for each text, or for each part",
+    compare: "measure approximations of attention on a model and a text",
+    report: "show the results of fewkeys compare, as a table or an HTML page",
+    tune: "choose a plan for every head of a model",
+    fit: "train a Sparsefinder, which predicts the nonzero weights of entmax attention",
+    bench: "time plans against exact attention",
+    capture: "store the queries, keys and values of every layer",
+    doctor: "print versions, processor and kernels, and from which length plans are faster here",
+}
+"""The modules of the commands. --help shows their docstrings. `kept` among their options: what an interruption leaves.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
@@ -83,10 +96,13 @@ def _fail(message: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    what = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
-    whole = _Parser(prog="fewkeys", description=what)
+    purpose = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
+    whole = _Parser(prog="fewkeys", description=purpose)
     whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (embed, compare, report, tune, fit, bench, capture, doctor):
-        command.add_to(commands)
+    for command, meaning in COMMANDS.items():
+        name = command.__name__.rpartition(".")[2]
+        inner = commands.add_parser(name, help=meaning, description=command.__doc__)
+        command.add_options(inner)
+        inner.set_defaults(run=command.run)
     return whole

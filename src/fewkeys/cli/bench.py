@@ -1,4 +1,8 @@
-"""`fewkeys bench`: time plans against exact attention, length by length."""
+"""Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in turns, at each length:
+their ratio, growth and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
+and the output error is measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or
+more lengths) and, with a model, error.png; the pictures also as PDF.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,8 @@ ROWS = {
 """The names of standard plans by short names."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "bench",
-        help="time plans against exact attention",
-        description="Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in "
-        "turns, at each length: their ratio, growth and memory. With "
-        "a model and a text, the inputs are queries, keys and values of the middle layer, and the output error is "
-        "measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or more "
-        "lengths) and, with a model, error.png; the pictures also as PDF.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=None, required=False)
     add_value(parser, "--lengths", budgets, "1024,2048,4096", "tokens", "N,N,...")
     plans = f"plans to time, from {', '.join(ROWS)}"
@@ -49,7 +44,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     add_common(parser, "folder for the results", seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

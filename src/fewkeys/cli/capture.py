@@ -1,4 +1,4 @@
-"""`fewkeys capture`: store the queries, keys and values of a model on a text."""
+"""Run a model over a text and store the queries, keys and values of every layer as safetensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from fewkeys.cli.progress import progress
 from fewkeys.core.files import write_whole
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "capture",
-        help="store the queries, keys and values of every layer",
-        description="Run a model over a text and store the queries, keys and values of every layer as safetensors.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser)
     add_common(parser, "new folder for the capture", seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,8 @@
-"""`fewkeys compare`: judge approximations on a model and a text."""
+"""Measure approximations of attention on a model and a text: the error of the attention output, the effect on the
+output of the whole model (not with --capture), and the time beside that of exact attention. Prints a table. --out also
+writes report.html (a page for the browser), results.json (all figures, and the keys that a few queries keep),
+pareto.png and pareto.pdf. With --demo, the defaults are --out out/demo and --lengths 512,1024,2048,4096.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,8 @@ SECONDS = 5.0
 """The time for measuring whole models at one length, about."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "compare",
-        help="measure approximations of attention on a model and a text",
-        description="Measure approximations of attention on a model and a text: the error of the attention output, "
-        "the effect on the output of the whole model (not with --capture), and the time beside that of exact "
-        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS} (all figures, and "
-        "the keys that a few queries keep), pareto.png and pareto.pdf. With --demo, the defaults are --out "
-        f"{DEMO_OUT} and --lengths {','.join(map(str, DEMO_LENGTHS))}.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, capture=True)
     slots = "slots per query: how many keys and stand-ins each query attends to"
     add_value(parser, "--slots", budgets, "16,32,64,128", slots, "N,N,...")
@@ -47,7 +42,6 @@ def add_to(commands: Any) -> None:
     plan = "folder with a plan, written by save_pretrained or fewkeys tune, to compare too; may be repeated"
     parser.add_argument("--plan", action="append", type=named_path, default=[], metavar="DIR", help=plan)
     add_common(parser, "folder for the results", required=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

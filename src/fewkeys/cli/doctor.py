@@ -1,4 +1,7 @@
-"""`fewkeys doctor`: the facts of this machine, and how fewkeys runs on it."""
+"""Print what is installed, whether the kernels for this processor work (they may be compiled first, which takes some
+seconds), and whether impl='auto' uses exact attention or a plan at six lengths, for 4 heads of 64 dimensions in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "doctor",
-        help="print versions, processor and kernels, and from which length plans are faster here",
-        description="Print what is installed, whether the kernels for this processor work (they may be compiled "
-        "first, which takes some seconds), and whether impl='auto' uses exact attention or a plan at six lengths, "
-        f"for {HEADS} heads of {DIM} dimensions in float32.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_common(parser, None, seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,9 @@
-"""`fewkeys embed`: vectors of the texts of files and folders."""
+"""Embed texts with a sentence-transformers model: one vector for each text or, with --chunk, for each part of a text. A
+plan makes attention faster on long texts; on short texts exact attention runs. Pooling, prompts and normalisation are
+those of the model's folder. The output file has a row for each vector: path, start and stop (characters), tokens, error
+(relative error of the attention output, estimated from a few exact queries; 0 where exact attention ran), and the
+vector. Run the same command again to continue after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +38,8 @@ CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "embed",
-        help="embed the texts of files and folders: one vector for each text, or for each part",
-        description="Embed texts with a sentence-transformers model: one vector for each text or, with --chunk, "
-        "for each part of a text. A plan makes attention faster on long texts; on short texts exact attention "
-        "runs. Pooling, prompts and normalisation are those of the model's folder. The output file has a row for "
-        "each vector: path, start and stop (characters), tokens, error (relative error of the attention output, "
-        "estimated from a few exact queries; 0 where exact attention ran), and the vector. Run the same command "
-        "again to continue after an interruption.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     texts = "text files in UTF-8, or folders of them; other files in a folder are left out and named"
     parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help=texts)
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
@@ -70,7 +65,7 @@ def add_to(commands: Any) -> None:
     plans.add_argument("--slots", type=whole(), metavar="N", help=slots)
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
     add_common(parser, None, seed=False)
-    parser.set_defaults(run=run, kept="finished texts")
+    parser.set_defaults(kept="finished texts")
 
 
 @dataclass(frozen=True)

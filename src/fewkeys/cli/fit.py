@@ -1,4 +1,9 @@
-"""`fewkeys fit`: learn to predict the graph of a model's entmax attention, and judge it on other text."""
+"""Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of queries and keys that are
+close where the attention weight is not zero. The last part of the sequences is held out. The table shows how many of
+their nonzero weights several groupings predict, beside a window and random edges with as many keys. Writes the
+predictor (read by Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +38,8 @@ NOTE = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "fit",
-        help="train a Sparsefinder, which predicts the nonzero weights of entmax attention",
-        description="Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of "
-        "queries and keys that are close where the attention weight is not zero. The last part of the sequences is "
-        "held out. The table shows how many of their nonzero weights several groupings predict, beside a window "
-        "and random edges with as many keys. Writes the predictor (read by Sparsefinder.from_pretrained) and "
-        "fit.json. Run the same command again to continue after an interruption.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=64, capture=True)
     add_value(parser, "--rank", whole(), 4, "dimensions of the projections", "R")
     add_value(parser, "--alpha", number(1.0), "1.5", "alpha of the model's entmax", "ALPHA")
@@ -55,7 +51,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--separate", dest="shared", action="store_false", help=separate)
     add_value(parser, "--held-out", number(most=1.0), "0.2", "share of the sequences held out", "SHARE")
     add_common(parser, "folder for the predictor")
-    parser.set_defaults(run=run, kept="finished layers")
+    parser.set_defaults(kept="finished layers")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,9 @@
-"""`fewkeys tune`: choose a plan for every head of a model, and judge the choice on other text."""
+"""Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. Part of
+the text is held out. The table compares the tuned plan on that part with fewkeys.budget, with controls such as random
+keys, and with the oracle, which computes all scores. Writes model_plan.json (read by
+fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
@@ -34,17 +39,8 @@ SHOWN = (
 """The standard plans in the table."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "tune",
-        help="choose a plan for every head of a model",
-        description="Choose a plan for every head of a model: how many slots it has, and how many of them are kept "
-        "keys and means. Part of the text is held out. The table compares the tuned plan on that part with "
-        "fewkeys.budget, with controls such as random keys, and with the oracle, which computes all scores. Writes "
-        "model_plan.json (read by fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the "
-        "same command again to continue after an interruption.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--slots", type=whole(), metavar="N", help="slots per query, mean over all heads (default 64)")
@@ -59,7 +55,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--memory", choices=("all", "constant"), default="all", help=memory)
     add_value(parser, "--held-out", number(most=1.0), "0.25", "share of the sequences held out", "SHARE")
     add_common(parser, "folder for the results")
-    parser.set_defaults(run=run, kept="finished layers")
+    parser.set_defaults(kept="finished layers")
 
 
 def run(arguments: argparse.Namespace) -> None:
