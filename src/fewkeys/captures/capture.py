@@ -137,9 +137,9 @@ class Capture(Facts):
         return self._part or tuple((batch, slice(None)) for batch in range(self.batches))
 
     def _call(self, layer: int, batch: int) -> AttentionInputs:
-        tensors: dict[str, Any] = self._read(file_name(layer, batch))
+        tensors: dict[str, Any] = self._read(file_name("layer", layer, batch))
         if self.gradients:
-            tensors |= self._read(gradient_name(layer, batch))
+            tensors |= self._read(file_name("gradient", layer, batch))
         offset = tensors["key"].shape[2] - tensors["query"].shape[2] if self.is_causal else 0
         return AttentionInputs(**tensors, scale=self.scales[layer], is_causal=self.is_causal, query_offset=offset)
 
@@ -212,14 +212,9 @@ class Capture(Facts):
         return cls(directory=folder, **vars(facts))
 
 
-def file_name(layer: int, batch: int) -> str:
-    """The name of the file with the tensors of a call."""
-    return f"layer{layer:03d}-batch{batch:05d}.safetensors"
-
-
-def gradient_name(layer: int, batch: int) -> str:
-    """The name of the file with the gradient of a call."""
-    return f"gradient{layer:03d}-batch{batch:05d}.safetensors"
+def file_name(kind: str, layer: int, batch: int) -> str:
+    """The name of the file with the inputs of a call ("layer") or its gradient ("gradient")."""
+    return f"{kind}{layer:03d}-batch{batch:05d}.safetensors"
 
 
 def what_is_in(folder: Path) -> str:

@@ -15,16 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewkeys.captures.capture import (
-    INDEX,
-    PROJECTIONS,
-    AttentionInputs,
-    Capture,
-    Facts,
-    file_name,
-    gradient_name,
-    what_is_in,
-)
+from fewkeys.captures.capture import INDEX, PROJECTIONS, AttentionInputs, Capture, Facts, file_name, what_is_in
 from fewkeys.core.files import write_json
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import fingerprint, plain
@@ -76,7 +67,7 @@ class CaptureWriter:
         bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
         masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
         tensors = {"query": query, "key": key, "value": value, "distance_bias": bias, **masks}
-        self._save(file_name(self._layer, self._batches), tensors)
+        self._save(file_name("layer", self._layer, self._batches), tensors)
         if self._layer == 0:
             self._sequences += query.shape[0]
             self._tokens += inputs.tokens
@@ -85,7 +76,7 @@ class CaptureWriter:
     def write_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch."""
         for layer, gradient in enumerate(gradients):
-            self._save(gradient_name(layer, self._batches), {"gradient": gradient})
+            self._save(file_name("gradient", layer, self._batches), {"gradient": gradient})
 
     def end_batch(self) -> None:
         """Close the current batch, in which every layer must have been called."""
@@ -119,7 +110,7 @@ class CaptureWriter:
             sequences=self._sequences,
             tokens=self._tokens,
             weights=tuple(weights),
-            gradients=gradient_name(0, 0) in self._files,
+            gradients=file_name("gradient", 0, 0) in self._files,
             files=self._files,
         )
         write_json(self.directory, INDEX, asdict(facts))

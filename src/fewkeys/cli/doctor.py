@@ -67,8 +67,8 @@ def _auto(plan: Plan, length: int) -> dict[str, Any]:
     inputs = check_inputs(row, row, row, is_causal=plan.is_causal)
     runs = "exact" if exact_is_faster(inputs, plan) else "plan"
     times = expected(inputs, plan)
-    exact, planned = (None, None) if times is None else (times.exact, times.plan)
-    return {"tokens": length, "runs": runs, "exact_ms": exact, "plan_ms": planned}
+    exact_ms, plan_ms = (None, None) if times is None else (times.exact, times.plan)
+    return {"tokens": length, "runs": runs, "exact_ms": exact_ms, "plan_ms": plan_ms}
 
 
 def _show(facts: dict[str, Any]) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,7 @@ SECONDS = 10.0
 """The most seconds of work that a killed run loses."""
 
 
-@dataclass(frozen=True, eq=False)
-class TextRows:
+class TextRows(NamedTuple):
     """The rows of one text: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
 
     vectors: Tensor
@@ -35,10 +33,9 @@ class TextRows:
     error: Tensor
 
     @staticmethod
-    def joined(parts: Sequence[TextRows]) -> TextRows:
+    def joined(parts: Iterable[TextRows]) -> TextRows:
         """The rows of all parts, in order."""
-        names = ("vectors", "spans", "tokens", "error")
-        return TextRows(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return TextRows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class FinishedTexts:
@@ -68,9 +65,9 @@ class FinishedTexts:
         """Write the rows of new texts to disk."""
         if self._new:
             write_json(self._folder, SETTINGS, self._settings)
-            every = TextRows.joined(list(self._new.values()))
+            every = TextRows.joined(self._new.values())
             counts = {key: len(rows.tokens) for key, rows in self._new.items()}
-            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, vars(every))
+            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, every._asdict())
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
@@ -95,7 +92,7 @@ def _read(path: Path) -> dict[str, TextRows]:
 
 def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
     """The columns of the output, from the rows of each file: the paths as a list, the others as tensors."""
-    every = TextRows.joined(list(rows.values()))
+    every = TextRows.joined(rows.values())
     start, stop = every.spans.unbind(1)
     paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]
     numbers = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error, "vectors": every.vectors}

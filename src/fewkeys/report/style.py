@@ -47,12 +47,10 @@ def sheet(
 
     It uses no global state of matplotlib: it works without a display and beside other plots.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     inches = (columns * (size[0] + names), rows * (size[1] + 0.5) + 0.6)
     figure = Figure(figsize=inches, dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n{subtitle}".strip(), x=0.01, ha="left", fontsize=10, parse_math=False)
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes in panels:
