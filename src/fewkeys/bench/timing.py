@@ -74,14 +74,13 @@ def bench(
     real: bool,
     is_causal: bool = False,
     backward: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[Timing]:
     """Time every plan at every length, with fewer heads for very long inputs (`EXACT_PAIRS`).
 
     real: whether to measure errors (captured inputs).
     """
     rows: dict[str, Plan | None] = {"exact": None, **plans}
-    step = progress or (lambda done, total, what: None)
     total, timings = len(lengths) * TURNS, []
     for number, length in enumerate(lengths):
         query, key, value, scale = draw(length, max(1, min(heads, EXACT_PAIRS // length**2)))
@@ -96,10 +95,10 @@ def bench(
                 break
             for name, plan in rows.items():
                 times[name].append(_milliseconds(inputs, plan, tensors, backward))
-            step(number * TURNS + turn + 1, total, f"{length} tokens")
+            progress(number * TURNS + turn + 1, total, f"{length} tokens")
         exact = _call(inputs, None).detach() if real else None
         timings += [_timing(name, plan, inputs, times, exact) for name, plan in rows.items()]
-    step(total, total, "done")
+    progress(total, total, "done")
     return timings
 
 

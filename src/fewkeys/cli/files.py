@@ -35,9 +35,7 @@ def _existing(path: Path) -> Path:
 
 
 def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
-    """Let `fill` write files to a folder beside `out`, then move them into `out`, `last` at the end. Returns their
-    names.
-    """
+    """Let `fill` write files beside `out`, then move them into `out`, `last` at the end. Returns their names."""
     staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
     try:
         staged.chmod(0o755)

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
         report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
     report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
-    from fewkeys.report.tuned import save_tuned
+    from fewkeys.report.figure import save_tuned
 
     def show() -> None:
         print_table(report)
