@@ -51,7 +51,7 @@ def versions(*, with_transformers: bool = False) -> dict[str, str]:
 
 def is_of_todays_plans(named: Mapping[str, str]) -> bool:
     """Whether results with these versions have the errors of today's plans."""
-    errors, today = ([float(number) for number in of.get("plans", "").split()] for of in (named, versions()))
+    errors, today = ([float(number) for number in stamp.get("plans", "").split()] for stamp in (named, versions()))
     return len(errors) == len(today) and all(abs(a - b) <= TOLERANCE * b for a, b in zip(errors, today, strict=True))
 
 

@@ -97,12 +97,12 @@ def _fail(message: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     purpose = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
-    whole = _Parser(prog="fewkeys", description=purpose)
-    whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
-    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    program = _Parser(prog="fewkeys", description=purpose)
+    program.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
+    commands = program.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command, meaning in COMMANDS.items():
         name = command.__name__.rpartition(".")[2]
         inner = commands.add_parser(name, help=meaning, description=command.__doc__)
         command.add_options(inner)
         inner.set_defaults(run=command.run)
-    return whole
+    return program

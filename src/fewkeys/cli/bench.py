@@ -75,13 +75,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     from fewkeys.report.speed import headline, print_timings, save_error, save_time
 
-    what = headline(result["settings"], arguments.heads)
+    subtitle = headline(result["settings"], arguments.heads)
 
     def fill(folder: Path) -> None:
         if len(set(arguments.lengths)) > 1:
-            save_time(rows, folder / "time.png", title=what)
+            save_time(rows, folder / "time.png", title=subtitle)
         if real:
-            save_error(rows, folder / "error.png", title=what)
+            save_error(rows, folder / "error.png", title=subtitle)
 
     deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
 

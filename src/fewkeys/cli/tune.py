@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
         shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
-        unseen = capture(model, held_out)
-        report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
+        options = {"model": model, "batches": held_out, "seed": arguments.seed}
+        report = compare(capture(model, held_out), {paid: shown}, **options, progress=step)
     report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
     from fewkeys.report.figure import save_tuned

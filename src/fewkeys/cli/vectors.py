@@ -65,9 +65,9 @@ class FinishedTexts:
         """Write the rows of new texts to disk."""
         if self._new:
             write_json(self._folder, SETTINGS, self._settings)
-            every = TextRows.joined(self._new.values())
+            joined = TextRows.joined(self._new.values())
             counts = {key: len(rows.tokens) for key, rows in self._new.items()}
-            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, every._asdict())
+            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, joined._asdict())
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
@@ -92,10 +92,10 @@ def _read(path: Path) -> dict[str, TextRows]:
 
 def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
     """The columns of the output, from the rows of each file: the paths as a list, the others as tensors."""
-    every = TextRows.joined(rows.values())
-    start, stop = every.spans.unbind(1)
+    joined = TextRows.joined(rows.values())
+    start, stop = joined.spans.unbind(1)
     paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]
-    numbers = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error, "vectors": every.vectors}
+    numbers = {"start": start, "stop": stop, "tokens": joined.tokens, "error": joined.error, "vectors": joined.vectors}
     return {"path": paths, **numbers}
 
 

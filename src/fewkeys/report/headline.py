@@ -51,9 +51,9 @@ def _of_lengths(report: Report, row: Row) -> str:
     first, last = times[0], times[-1]
     error = f"{_error(row)} (measured at {report.length:,} tokens)"
     speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"
-    where = crossing([(item.length, item.exact_ms / item.ms) for item in times])
-    if where is not None:
-        until = f"Up to about {float(f'{where:.2g}'):,.0f} tokens use exact attention"
+    start = crossing([(item.length, item.exact_ms / item.ms) for item in times])
+    if start is not None:
+        until = f"Up to about {float(f'{start:.2g}'):,.0f} tokens use exact attention"
         return f"{until}; for longer texts {name} is faster, {error}: {speed}."
     if last.ms < last.exact_ms:
         return f"From {first.length:,} tokens on, {name} is faster than exact attention, {error}: {speed}."

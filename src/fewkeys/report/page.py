@@ -74,7 +74,7 @@ def _about(report: Report) -> str:
 
 def _data(report: Report) -> dict[str, Any]:
     """The data of the page's script."""
-    rows, first = sorted_rows(report), recommended(report)
+    rows, selected = sorted_rows(report), recommended(report)
     return {
         "rows": [
             {
@@ -86,6 +86,6 @@ def _data(report: Report) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "first": 0 if first is None else rows.index(first),
+        "first": 0 if selected is None else rows.index(selected),
         "sample": None if report.sample is None or not all(row.kept for row in rows) else asdict(report.sample),
     }

@@ -65,9 +65,9 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
     say(axes, "tokens", "ms per head")
     looks = draw_lines(axes, lines, sorted({float(row.length) for row in rows}))
     for name, of_plan in timings.items():
-        where = None if name == "exact" else crossing([(row.length, row.ratio) for row in of_plan])
-        if where is not None:
-            upright(axes, where, f"as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", looks[name].color)
+        start = None if name == "exact" else crossing([(row.length, row.ratio) for row in of_plan])
+        if start is not None:
+            upright(axes, start, f"as fast as exact at {float(f'{start:.2g}'):,.0f} tokens", looks[name].color)
     save(figure, path)
 
 
