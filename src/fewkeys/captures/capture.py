@@ -175,13 +175,12 @@ class Capture(Facts):
         part: list[tuple[int, slice]] = []
         first = tokens = 0
         for (batch, rows), call in zip(self._ranges(), self.calls(0), strict=True):
-            count = len(call.query)
-            inside = range(count)[max(0, start - first) : max(0, stop - first)]
-            if inside:
+            low, high = max(start - first, 0), min(stop - first, len(call.query))
+            if low < high:
                 shift = rows.start or 0
-                part.append((batch, slice(shift + inside.start, shift + inside.stop)))
-                tokens += call.rows(slice(inside.start, inside.stop)).tokens
-            first += count
+                part.append((batch, slice(shift + low, shift + high)))
+                tokens += call.rows(slice(low, high)).tokens
+            first += len(call.query)
         return replace(self, batches=len(part), sequences=stop - start, tokens=tokens, _part=tuple(part))
 
     def projection(self, layer: int) -> Tensor | None:

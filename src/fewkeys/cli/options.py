@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
 """The most threads: operating systems end a process that starts very many."""
 MOST_SEED = 2**63 - 1
 
+N = TypeVar("N", int, float)
+
 
 def add_inputs(
-    parser: argparse.ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
+    parser: ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
 ) -> None:
     """The options for a model, or with `capture` for its capture; for a text; and, unless None, for `sequences`."""
     source = parser.add_mutually_exclusive_group(required=required)
@@ -31,7 +34,7 @@ def add_inputs(
         add_value(parser, "--length", whole(), 512, "tokens per sequence")
 
 
-def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
+def add_common(parser: ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
     """The options of every command that computes: `out` is the help of --out, None leaves it out."""
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
@@ -43,60 +46,48 @@ def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bo
 
 
 def add_value(
-    parser: argparse.ArgumentParser,
-    name: str,
-    read: Callable[[str], object],
-    default: int | str,
-    help: str,  # noqa: A002 (as argparse calls it)
-    metavar: str = "N",
+    parser: ArgumentParser, name: str, read: Callable[[str], object], default: int | str, text: str, metavar: str = "N"
 ) -> None:
-    """An option with a value, whose help names the default."""
-    text = f"{help} (default {default})"
+    """An option with a value. Its help is the text and the default."""
+    text = f"{text} (default {default})"
     parser.add_argument(name, type=read, default=str(default), metavar=metavar, help=text)
 
 
 def named_path(text: str) -> Path:
     """A path. An empty one is refused, since it would be the working folder."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a path, got an empty name; write . for the working folder")
+        raise ArgumentTypeError("expected a path, got an empty name; write . for the working folder")
     return Path(text)
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
     """Reads whole numbers from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
-        return value
-
-    return read
+    return _reader(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
 def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
     """Reads finite numbers above `above` and at most `most`."""
+    limits = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"> {above:g}"
+    return _reader(float, lambda value: above < value <= most and math.isfinite(value), f"a number {limits}")
 
-    def read(text: str) -> float:
+
+def _reader(read: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
+    def checked(text: str) -> N:
         try:
-            value = float(text)
+            value = read(text)
         except ValueError:
-            value = math.nan
-        if not above < value <= most or math.isinf(value):
-            limits = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"> {above:g}"
-            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
+            value = None
+        if value is None or not fits(value):
+            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
         return value
 
-    return read
+    return checked
 
 
 def budgets(text: str) -> list[int]:
     """Positive whole numbers, separated by commas; sorted."""
     try:
         return sorted({whole()(part) for part in text.split(",")})
-    except argparse.ArgumentTypeError:
+    except ArgumentTypeError:
         wanted = "whole numbers from 1 to 2147483647 with commas, such as 16,32,64"
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
+        raise ArgumentTypeError(f"expected {wanted}, got {text!r}") from None

@@ -9,7 +9,7 @@ from typing import Any
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.figure import draw_lines
 from fewkeys.report.headline import crossing
-from fewkeys.report.style import halo, logarithmic, save, say, sheet, upright
+from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
 from fewkeys.report.table import show
 
 DROP = ("quartiles", "heads", "peak MB")
@@ -81,17 +81,16 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
     figure, (axes,) = sheet(
         f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query", names=1.5
     )
-    last = [row for row in rows if row.length == length]
+    last = sorted((row for row in rows if row.length == length), key=lambda row: row.ms)
     exact = next(row.ms for row in last if row.name == "exact")
     lines: dict[str, list[tuple[float, float]]] = {}
-    shown = [(row.name.partition(":"), row.ms, row.error) for row in sorted(last, key=lambda row: row.ms) if row.error]
-    for (name, _, slots), ms, error in shown:
-        lines.setdefault(name, []).append((ms, error))
-        axes.annotate(
-            slots, (ms, error), xytext=(6, 4), textcoords="offset points", fontsize=8, zorder=5, path_effects=halo()
-        )
+    for row in last:
+        if row.error:
+            name, _, slots = row.name.partition(":")
+            lines.setdefault(name, []).append((row.ms, row.error))
+            label(axes, slots, (row.ms, row.error), (6, 4), fontsize=8)
     say(axes, "ms", "mean relative output error")
     draw_lines(axes, lines)
     upright(axes, exact, "exact attention: error 0", "#000000", strong=True)
-    logarithmic(axes, "x", [exact, *(ms for _, ms, _ in shown)])
+    logarithmic(axes, "x", [exact, *(row.ms for row in last if row.error)])
     save(figure, path)

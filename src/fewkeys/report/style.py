@@ -75,10 +75,13 @@ def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more:
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
     """A dashed vertical line with a label on its left, from `top` of the height down."""
     axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
-    axes.annotate(
-        words, (x, top), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
-        fontsize=8.5, color=color, ha="right", va="top", zorder=5, path_effects=halo(),
-    )  # fmt: skip
+    place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+    label(axes, words, (x, top), (-3, 0), **place, rotation=90, fontsize=8.5, color=color)
+
+
+def label(axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
+    """Words beside a point, at an offset in points."""
+    axes.annotate(words, at, xytext=offset, textcoords="offset points", zorder=5, path_effects=halo(), **more)
 
 
 def halo() -> list[Any]:
