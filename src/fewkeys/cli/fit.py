@@ -12,7 +12,6 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
@@ -78,11 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
         spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen, arguments.margin)
-
-        def done(count: int, total: int) -> None:
-            step(count, total, "held-out sequences")
-
-        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=done)
+        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
     report = {
         "model": captured.model_name,
         "shape": asdict(finder.shape),
@@ -92,9 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         "rows": [asdict(row) for row in rows],
     }
 
-    # The description is written last: it names the tensors.
-    show, last = partial(_print_table, rows, seen, unseen), "sparsefinder.json"
-    deliver(arguments, report, show, "fit.json", finder.save_pretrained, last)
+    last = "sparsefinder.json"  # it names the tensors
+    deliver(arguments, report, lambda: _print_table(rows, seen, unseen), "fit.json", finder.save_pretrained, last)
     shutil.rmtree(work, ignore_errors=True)
 
 
