@@ -30,9 +30,8 @@ from experiments.worst import report as worst
 from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
 from fewkeys.judge.result import Report
-from fewkeys.report.figure import save_figure
+from fewkeys.report.figure import save_figure, save_tuned
 from fewkeys.report.speed import headline, save_error, save_time
-from fewkeys.report.tuned import save_tuned
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

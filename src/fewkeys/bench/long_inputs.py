@@ -1,4 +1,4 @@
-"""Queries, keys and values of any length: random ones, and captured ones, one text segment after another."""
+"""Queries, keys and values of any length: random ones, and captured ones, one sequence after another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fewkeys.bench.timing import Draw
 from fewkeys.captures.capture import Capture
 
 
-def random_inputs(dim: int, *, dtype: torch.dtype, seed: int = 0) -> Draw:
+def random_inputs(dim: int, *, dtype: torch.dtype) -> Draw:
     """Independent normal numbers: good for time, meaningless for error."""
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
-        draw = torch.Generator("cpu").manual_seed(seed)
-        tensors = [torch.randn(1, heads, length, dim, generator=draw).to(dtype) for _ in range(3)]
-        return tensors[0], tensors[1], tensors[2], dim**-0.5
+        draw = torch.Generator("cpu").manual_seed(0)
+        query, key, value = (torch.randn(1, heads, length, dim, generator=draw).to(dtype) for _ in range(3))
+        return query, key, value, dim**-0.5
 
     return problem
 
@@ -39,18 +39,16 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
                 f"lengths, heads: expected at most {capture.tokens} tokens (all of the text) and {capture.kv_heads} "
                 f"heads (the model's), got {length} and {heads}; give more text or ask for less"
             )
-        joined: list[list[Tensor]] = [[], [], []]
-        for call in capture.calls(layer):
-            for row in range(len(call.query)):
-                real = slice(None) if call.key_mask is None else call.key_mask[row]
-                for part, tensor in zip(joined, (call.query, call.key, call.value), strict=True):
-                    part.append(tensor[row][:, real])
-        query, key, value = (torch.cat(part, 1)[None, :, :length].to(dtype) for part in joined)
-        return (
-            query[:, : heads * gqa_ratio].contiguous(),
-            key[:, :heads].contiguous(),
-            value[:, :heads].contiguous(),
-            capture.scales[layer],
-        )
+        calls = list(capture.calls(layer))
+
+        def joined(name: str, count: int) -> Tensor:
+            """The real tokens of all sequences, of the first heads."""
+            parts = []
+            for call in calls:
+                by_head = getattr(call, name).movedim(1, 0)
+                parts.append(by_head.flatten(1, 2) if call.key_mask is None else by_head[:, call.key_mask])
+            return torch.cat(parts, 1)[None, :count, :length].to(dtype).contiguous()
+
+        return joined("query", heads * gqa_ratio), joined("key", heads), joined("value", heads), capture.scales[layer]
 
     return problem

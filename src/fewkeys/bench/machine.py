@@ -1,9 +1,10 @@
-"""The machine of a measurement: enough to judge timings, without the user's name and the date."""
+"""The machine and the versions of a measurement, without the user's name and the date."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +21,11 @@ from fewkeys.plan import Plan, budget
 RECOMMENDED = tuple(budget(slots, is_causal=causal).never_exact() for causal in (False, True) for slots in (64, 128))
 """The plans whose errors are part of `versions`."""
 TOLERANCE = 0.03
-"""Relative, of these errors: they have three digits, and processors round differently."""
+"""The relative tolerance of these errors: they have three digits, and processors round differently."""
 
 
 def machine() -> dict[str, Any]:
-    """The processor's name, its cores and the threads in use, the operating system, the CPU kernels."""
+    """The processor, its cores and the threads in use, the operating system, and the compiled kernels."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -35,19 +36,22 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*, with_transformers: bool = False) -> dict[str, str]:
-    """Versions of fewkeys, python, torch and, on request, transformers; and "plans", the version of the method.
-
-    "plans" are the errors of the `RECOMMENDED` plans on fixed inputs, each in three digits. A result that names other
-    errors than today's is older than the method.
+    """Versions of fewkeys, python, torch and, on request, transformers; and "plans", the version of the method: the
+    errors of the `RECOMMENDED` plans on fixed inputs. A result with other errors than today's is older than the method.
     """
     plans = " ".join(f"{error:.3g}" for error in map(error_on_fixed_inputs, RECOMMENDED))
     numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
-    return {**numbers, "transformers": _version("transformers")} if with_transformers else numbers
+    if with_transformers:
+        try:
+            numbers["transformers"] = version("transformers")
+        except PackageNotFoundError:
+            numbers["transformers"] = "not installed"
+    return numbers
 
 
 def is_of_todays_plans(named: Mapping[str, str]) -> bool:
-    """Whether results that name these versions are of plans with today's errors; not so if they name no errors."""
-    errors, today = ([float(number) for number in of.get("plans", "").split()] for of in (named, versions()))
+    """Whether results with these versions have the errors of today's plans."""
+    errors, today = ([float(number) for number in stamp.get("plans", "").split()] for stamp in (named, versions()))
     return len(errors) == len(today) and all(abs(a - b) <= TOLERANCE * b for a, b in zip(errors, today, strict=True))
 
 
@@ -65,17 +69,8 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     return float(((output - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    name = re.search(r"^model name[^:]*:(.*)", text, re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of the live storages that operations inside this context have made.
 
-    `peak` is the largest count so far. Memory that a kernel uses and frees within one operation is not counted. The
-    context slows code down: measure memory with it, not time.
+    `peak` is the largest count so far. Memory that a kernel uses and frees within one operation is not counted. Code
+    runs slower inside.
     """
 
     def __init__(self) -> None:
@@ -25,22 +25,16 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._watch(leaf, before)
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._live or key in before:
+                continue
+            self._live.add(key)
+            self._now += size
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._forget, key, size)
         return result
 
-    def _watch(self, tensor: Tensor, before: set[int]) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live or key in before:
-            return
-        size = storage.nbytes()
-        self._live.add(key)
-        self._now += size
-        self.peak = max(self.peak, self._now)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
+    def _forget(self, key: int, size: int) -> None:
         self._live.discard(key)
         self._now -= size

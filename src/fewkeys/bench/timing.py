@@ -1,8 +1,7 @@
-"""Time, memory and error of plans against exact attention, side by side, length by length.
+"""Time, memory and error of plans and of exact attention at each length.
 
-At every length exact attention and the plans take turns. Figures are medians over the turns, and a ratio is the median
-of the ratios turn by turn, so that a machine that slows down slows both. The plans always run; `auto` says whether
-`impl="auto"` would have run them.
+Exact attention and the plans take turns, so that a machine that slows down slows both. Times are medians over the
+turns, and so are ratios. The plans run even where `impl="auto"` would not run them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,11 @@ from fewkeys.flow import attend
 from fewkeys.plan import Plan
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
-"""A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
+"""A length takes `TURNS` turns, but only `FEWEST_TURNS` or more if they take longer than `ENOUGH_SECONDS`."""
 EXACT_PAIRS = 2**32
-"""The most pairs of a query and a key that exact attention runs: longer inputs take fewer heads."""
+"""The most pairs of a query and a key in exact attention: longer inputs take fewer heads."""
+GROWTH_START = 4096
+"""Tokens from which `growth` is measured."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""
@@ -38,17 +39,17 @@ Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 
 @dataclass(frozen=True)
 class Timing:
-    """One plan, or exact attention, at one length. Milliseconds, bytes.
+    """One plan, or exact attention, at one length.
 
     Attributes:
-        name: of the plan; "exact" is exact attention.
+        name: the plan's, or "exact".
         length, heads: tokens, and heads that ran together.
         ms: median of a call; with `backward`, of a call and its gradients.
-        ratio, ratio_low, ratio_high: exact attention's time over this one's, turn by turn: median and quartiles.
+        ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         tensor_bytes: of query, key, value and output together.
-        error: mean relative output error; None where the inputs are random.
-        auto: "plan" or "exact", what `impl="auto"` runs.
+        error: mean relative output error; None for random inputs.
+        auto: what `impl="auto"` runs, "plan" or "exact".
     """
 
     name: str
@@ -73,37 +74,40 @@ def bench(
     real: bool,
     is_causal: bool = False,
     backward: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[Timing]:
-    """Time every plan at every length. `real`: whether to measure errors (captured inputs).
+    """Time every plan at every length, with fewer heads for very long inputs (`EXACT_PAIRS`).
 
-    Long inputs, on which exact attention would take minutes, get fewer heads (`EXACT_PAIRS`), see `Timing.heads`.
+    real: whether to measure errors (captured inputs).
     """
-    timings = []
+    rows: dict[str, Plan | None] = {"exact": None, **plans}
+    total, timings = len(lengths) * TURNS, []
     for number, length in enumerate(lengths):
         query, key, value, scale = draw(length, max(1, min(heads, EXACT_PAIRS // length**2)))
         tensors = [x.requires_grad_(backward) for x in (query, key, value)]
         inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale)
-
-        def say(turn: int, number: int = number, length: int = length) -> None:
-            if progress is not None:
-                progress(number * TURNS + turn, len(lengths) * TURNS, f"{length} tokens")
-
-        times = _turns(inputs, plans, tensors, backward, say)
-        truth = _call(inputs, None).detach() if real else None
-        timings += [_timing(name, plan, inputs, times, truth) for name, plan in {"exact": None, **plans}.items()]
-    if progress is not None:
-        progress(len(lengths) * TURNS, len(lengths) * TURNS, "done")
+        for plan in rows.values():  # warm up
+            _milliseconds(inputs, plan, tensors, backward)
+        times: dict[str, list[float]] = {name: [] for name in rows}
+        start = perf_counter()
+        for turn in range(TURNS):
+            if turn >= FEWEST_TURNS and perf_counter() - start > ENOUGH_SECONDS:
+                break
+            for name, plan in rows.items():
+                times[name].append(_milliseconds(inputs, plan, tensors, backward))
+            progress(number * TURNS + turn + 1, total, f"{length} tokens")
+        exact = _call(inputs, None).detach() if real else None
+        timings += [_timing(name, plan, inputs, times, exact) for name, plan in rows.items()]
+    progress(total, total, "done")
     return timings
 
 
-def growth(rows: Sequence[Timing], name: str, start: int = 4096) -> float | None:
-    """The exponent with which a plan's time per head grows from `start` tokens to the last length.
-
-    If fewer than two lengths are that long, it starts at the first.
+def growth(rows: Sequence[Timing], name: str) -> float | None:
+    """The exponent with which a plan's time per head grows from `GROWTH_START` tokens to the last length, or from the
+    first length if fewer than two are that long.
     """
     timings = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
-    late = [row for row in timings if row.length >= start]
+    late = [row for row in timings if row.length >= GROWTH_START]
     timings = late if len(late) > 1 else timings
     if len(timings) < 2:
         return None
@@ -122,53 +126,29 @@ def _call(x: Inputs, plan: Plan | None) -> Tensor:
     return attend(x.branch(), plan.never_exact())
 
 
-def _turns(
-    inputs: Inputs, plans: Mapping[str, Plan], tensors: Sequence[Tensor], backward: bool, say: Callable[[int], None]
-) -> dict[str, list[float]]:
-    """Milliseconds of exact attention and of each plan, turn by turn."""
-    device = inputs.query.device
-
-    def once(plan: Plan | None) -> float:
-        if not backward:
-            with torch.no_grad():
-                return clock(lambda: _call(inputs, plan), device)
-        for x in tensors:
-            x.grad = None
-        return clock(lambda: _call(inputs, plan).sum().backward(), device)
-
-    rows: dict[str, Plan | None] = {"exact": None, **plans}
-    for plan in rows.values():
-        once(plan)
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    start = perf_counter()
-    for turn in range(TURNS):
-        if turn >= FEWEST_TURNS and perf_counter() - start > ENOUGH_SECONDS:
-            break
-        for name, plan in rows.items():
-            times[name].append(once(plan))
-        say(turn + 1)
-    return times
+def _milliseconds(x: Inputs, plan: Plan | None, tensors: Sequence[Tensor], backward: bool) -> float:
+    """The time of one call, `backward`: with the gradients of the `tensors`."""
+    device = x.query.device
+    if not backward:
+        with torch.no_grad():
+            return clock(lambda: _call(x, plan), device)
+    for tensor in tensors:
+        tensor.grad = None
+    return clock(lambda: _call(x, plan).sum().backward(), device)
 
 
 @torch.no_grad()
 def _timing(
-    name: str, plan: Plan | None, x: Inputs, times: Mapping[str, Sequence[float]], truth: Tensor | None
+    name: str, plan: Plan | None, x: Inputs, times: Mapping[str, Sequence[float]], exact: Tensor | None
 ) -> Timing:
-    low, ratio, high = _quartiles([a / b for a, b in zip(times["exact"], times[name], strict=True)])
+    low, ratio, high = quantiles([a / b for a, b in zip(times["exact"], times[name], strict=True)], method="inclusive")
     entries = x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
-    error, peak, auto = (None if truth is None else 0.0), None, "exact"
+    error, peak, auto = (None if exact is None else 0.0), None, "exact"
     if plan is not None:
         with PeakMemory() as memory:
             output = _call(x, plan)
         peak = memory.peak
-        error = None if truth is None else output_error(output, truth)
+        error = None if exact is None else output_error(output, exact)
         auto = "exact" if exact_is_faster(x, plan) else "plan"
     size = x.query.element_size() * entries
     return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, size, error, auto)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return low, middle, high

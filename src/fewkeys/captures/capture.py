@@ -1,8 +1,7 @@
-"""The inputs of a model's attention layers, kept on disk: tensors and files only, no model.
+"""The inputs of a model's attention layers, kept on disk.
 
-A capture is a folder with one safetensors file per layer and batch, one with the output projections, and a
-`capture.json` that describes them. With gradients there is one more file per layer and batch.
-`fewkeys.captures.writer` writes it. `Capture` maps the files into memory on demand.
+A capture is a folder with one safetensors file per layer and batch (two with gradients), one with the output
+projections, and a `capture.json` that describes them. `fewkeys.captures.writer` writes it.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from fewkeys.core.validation import Options, check_inputs
 FORMAT_VERSION = 2
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
+PER_SEQUENCE = ("query", "key", "value", "key_mask", "query_mask", "gradient")
+"""The tensors of a call with a row for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +35,15 @@ class AttentionInputs:
     """The inputs of one attention call: one layer on one batch.
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
-    for the real keys, None when all are; `query_mask` bool (B, Nq) likewise if the queries are other tokens than the
-    keys. `query_offset` is the position of query 0 among the keys (causal calls).
+    for the real keys, None if all are; `query_mask` bool (B, Nq) likewise if the queries are other tokens than the
+    keys. `query_offset`: the position of query 0 among the keys (causal calls).
 
-    `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`, None if the model has none.
-    `gradient` (B, Hq, Nq, Dv): with respect to the output, if a capture keeps it (`fewkeys.integrations.sensitivity`).
+    `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`.
+    `gradient` (B, Hq, Nq, Dv): with respect to the output (`fewkeys.integrations.sensitivity`).
 
-    Three more features of models, which captures do not hold. `window`: a query sees only the keys that
-    `Window(window)` keeps. `softcap`: scores become weights by `Softcap(softcap)`. `sink` (Hq,): one more score for
-    every query of a head, with a value of zero.
+    Captures do not hold the other three. `window`: a query sees only the keys that `Window(window)` keeps. `softcap`:
+    scores become weights by `Softcap(softcap)`. `sink` (Hq,): one more score for every query of a head, with a value of
+    zero.
     """
 
     query: Tensor
@@ -62,31 +63,34 @@ class AttentionInputs:
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
         """The options of `fewkeys.attention` for the call."""
         options: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
-        options |= {"query_offset": self.query_offset, "generator": generator, "impl": impl}
-        return options | {"distance_bias": self.distance_bias}
+        options |= {"query_offset": self.query_offset, "distance_bias": self.distance_bias}
+        return options | {"generator": generator, "impl": impl}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
-        """The call as validated `Inputs`."""
+        """The validated `Inputs` of the call."""
         return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
+
+    @property
+    def tokens(self) -> int:
+        """The real tokens: queries where no mask marks the keys."""
+        return len(self.query) * self.query.shape[2] if self.key_mask is None else int(self.key_mask.sum())
 
     def rows(self, index: slice) -> AttentionInputs:
         """The sequences at `index`: views."""
-        tensors = {
-            name: getattr(self, name) for name in ("query", "key", "value", "key_mask", "query_mask", "gradient")
-        }
-        return replace(self, **{name: item[index] for name, item in tensors.items() if item is not None})
+        tensors = {name: tensor for name in PER_SEQUENCE if (tensor := getattr(self, name)) is not None}
+        return replace(self, **{name: tensor[index] for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Facts:
-    """The facts of a capture besides its tensors: the content of `capture.json`.
+    """The content of `capture.json`.
 
     Attributes:
-        scales: one softmax scale for each layer.
-        sequences, tokens: those of all `batches`.
+        scales: the softmax scale of each layer.
+        sequences, tokens: of all `batches`.
         weights: a number for every layer's weights, which identifies the model; empty if unknown.
         gradients: whether every call holds its gradient.
-        files: the fingerprint of each file of tensors by its name, checked at the first read.
+        files: the fingerprint of each file of tensors, checked at the first read.
     """
 
     format_version: int = FORMAT_VERSION
@@ -111,7 +115,7 @@ class Facts:
 class Capture(Facts):
     """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
 
-    Made by `CaptureWriter.finish` or `Capture.load`. A temporary directory is removed with the object.
+    A temporary directory is removed with the object.
     """
 
     directory: Path
@@ -120,28 +124,24 @@ class Capture(Facts):
     _sound: set[str] = field(default_factory=set, repr=False)
 
     def calls(self, layer: int) -> Iterator[AttentionInputs]:
-        """The calls of one layer, batch by batch. Tensors are read lazily from the mapped files: O(1 batch) memory.
+        """The calls of one layer, batch by batch. Memory: one batch.
 
         Raises `ValueError` for a layer that is not there and for a file that is missing or damaged.
         """
         if layer not in range(self.layers):
             raise ValueError(f"layer: expected an integer from 0 to {self.layers - 1}, got {layer!r}")
-        return self._calls(layer)
+        return (self._call(layer, batch).rows(rows) for batch, rows in self._ranges())
 
-    def _calls(self, layer: int) -> Iterator[AttentionInputs]:
-        all_batches = [(batch, slice(None)) for batch in range(self.batches)]
-        for batch, rows in all_batches if self._part is None else self._part:
-            tensors = self._read(file_name(layer, batch))
-            if self.gradients:
-                tensors |= self._read(gradient_name(layer, batch))
-            query, key, value = (tensors[name] for name in ("query", "key", "value"))
-            optional: dict[str, Any] = {
-                name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias", "gradient")
-            }
-            offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            scale = self.scales[layer]
-            call = AttentionInputs(query, key, value, scale, self.is_causal, query_offset=offset, **optional)
-            yield call if self._part is None else call.rows(rows)
+    def _ranges(self) -> tuple[tuple[int, slice], ...]:
+        """The numbers of the batches, each with the range of its sequences."""
+        return self._part or tuple((batch, slice(None)) for batch in range(self.batches))
+
+    def _call(self, layer: int, batch: int) -> AttentionInputs:
+        tensors: dict[str, Any] = self._read(file_name("layer", layer, batch))
+        if self.gradients:
+            tensors |= self._read(file_name("gradient", layer, batch))
+        offset = tensors["key"].shape[2] - tensors["query"].shape[2] if self.is_causal else 0
+        return AttentionInputs(**tensors, scale=self.scales[layer], is_causal=self.is_causal, query_offset=offset)
 
     def _read(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, mapped. The first read checks their fingerprint."""
@@ -155,36 +155,33 @@ class Capture(Facts):
         return tensors
 
     def digest(self, layer: int) -> str:
-        """A fingerprint of all that attention in a layer depends on: tensors, scale, and which sequences there are."""
-        of_layer = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
-        files = sorted(item for item in self.files.items() if item[0].startswith(of_layer))
+        """A fingerprint of the tensors, the scale and the sequences of a layer."""
+        beginnings = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
+        files = sorted(item for item in self.files.items() if item[0].startswith(beginnings))
         facts = [files, self.scales[layer], self.is_causal, str(self._part)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def biased(self) -> bool:
-        """Whether the model adds a distance bias to its scores. Reads one call."""
+        """Whether the model adds a distance bias to its scores."""
         return next(self.calls(0)).distance_bias is not None
 
     def part(self, start: int, stop: int) -> Capture:
-        """The capture of sequences start .. stop - 1, in the same files: for held-out sequences."""
+        """The capture of sequences start .. stop - 1, in the same files."""
         if not 0 <= start < stop <= self.sequences:
             raise ValueError(
                 f"start, stop: expected a range of the {self.sequences} captured sequences, got {start} .. {stop}"
             )
-        kept: list[tuple[int, slice]] = []
+        part: list[tuple[int, slice]] = []
         first = tokens = 0
-        ranges = self._part or tuple((batch, slice(None)) for batch in range(self.batches))
-        for (batch, rows), call in zip(ranges, self.calls(0), strict=True):
-            count = len(call.query)
-            here = range(count)[max(0, start - first) : max(0, stop - first)]
-            if here:
+        for (batch, rows), call in zip(self._ranges(), self.calls(0), strict=True):
+            low, high = max(start - first, 0), min(stop - first, len(call.query))
+            if low < high:
                 shift = rows.start or 0
-                kept.append((batch, slice(shift + here.start, shift + here.stop)))
-                mask = None if call.key_mask is None else call.key_mask[here.start : here.stop]
-                tokens += len(here) * call.query.shape[2] if mask is None else int(mask.sum())
-            first += count
-        return replace(self, batches=len(kept), sequences=stop - start, tokens=tokens, _part=tuple(kept))
+                part.append((batch, slice(shift + low, shift + high)))
+                tokens += call.rows(slice(low, high)).tokens
+            first += len(call.query)
+        return replace(self, batches=len(part), sequences=stop - start, tokens=tokens, _part=tuple(part))
 
     def projection(self, layer: int) -> Tensor | None:
         """The weights (out, Hq, Dv) of the layer's output projection, None if unknown.
@@ -214,14 +211,9 @@ class Capture(Facts):
         return cls(directory=folder, **vars(facts))
 
 
-def file_name(layer: int, batch: int) -> str:
-    """The name of the file with the tensors of a call."""
-    return f"layer{layer:03d}-batch{batch:05d}.safetensors"
-
-
-def gradient_name(layer: int, batch: int) -> str:
-    """The name of the file with the gradient of a call."""
-    return f"gradient{layer:03d}-batch{batch:05d}.safetensors"
+def file_name(kind: str, layer: int, batch: int) -> str:
+    """The name of the file with the inputs of a call ("layer") or its gradient ("gradient")."""
+    return f"{kind}{layer:03d}-batch{batch:05d}.safetensors"
 
 
 def what_is_in(folder: Path) -> str:

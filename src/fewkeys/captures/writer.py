@@ -1,7 +1,4 @@
-"""Writes a capture: one attention call at a time, and `capture.json` last, by rename.
-
-A folder without `capture.json` is not a capture, even if it has files of tensors.
-"""
+"""Writes a capture: one attention call at a time, and `capture.json` last. A folder without it is not a capture."""
 
 from __future__ import annotations
 
@@ -18,16 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewkeys.captures.capture import (
-    INDEX,
-    PROJECTIONS,
-    AttentionInputs,
-    Capture,
-    Facts,
-    file_name,
-    gradient_name,
-    what_is_in,
-)
+from fewkeys.captures.capture import INDEX, PROJECTIONS, AttentionInputs, Capture, Facts, file_name, what_is_in
 from fewkeys.core.files import write_json
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import fingerprint, plain
@@ -36,28 +24,24 @@ from fewkeys.core.tensor_files import fingerprint, plain
 class CaptureWriter:
     """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
 
-    directory: created if absent; it must be empty. None: a temporary one that goes with the finished `Capture`.
-    `abort` removes what was written. Memory: one attention call.
+    directory: a new or empty folder. None: a temporary one that is removed with the finished `Capture`.
+    Memory: one attention call.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, model_name: str) -> None:
         self._temporary = directory is None
         self._model_name = model_name
-        self._written: list[Path] = []
         self._files: dict[str, str] = {}
         self._shape: dict[str, Any] = {}
         self._scales: list[float] = []
         self._layer = self._batches = self._sequences = self._tokens = 0
-        if directory is None:
-            self._created, self.directory = True, Path(tempfile.mkdtemp(prefix="fewkeys-capture-"))
-            return
-        self.directory = Path(directory)
+        self.directory = Path(tempfile.mkdtemp(prefix="fewkeys-capture-") if directory is None else directory)
+        self._created = self._temporary or not self.directory.exists()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
-        if self.directory.is_dir() and any(self.directory.iterdir()):
-            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
-        self._created = not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
 
     def write(self, inputs: AttentionInputs) -> None:
         """Write the call of the next layer of the current batch."""
@@ -78,30 +62,24 @@ class CaptureWriter:
         self._shape = shape
         if self._batches == 0:
             self._scales.append(float(inputs.scale))
-        elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
+        elif self._scales[self._layer : self._layer + 1] != [float(inputs.scale)]:
             raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
         bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
-        more = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask, "distance_bias": bias}
-        tensors = {"query": query, "key": key, "value": value}
-        tensors |= {name: tensor for name, tensor in more.items() if tensor is not None}
-        path = self.directory / file_name(self._layer, self._batches)
-        self._written.append(path)
-        self._save(path, tensors)
+        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
+        tensors = {"query": query, "key": key, "value": value, "distance_bias": bias, **masks}
+        self._save(file_name("layer", self._layer, self._batches), tensors)
         if self._layer == 0:
             self._sequences += query.shape[0]
-            real = inputs.key_mask
-            self._tokens += int(real.sum()) if real is not None else query.shape[0] * query.shape[2]
+            self._tokens += inputs.tokens
         self._layer += 1
 
     def write_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch, in their order."""
+        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch."""
         for layer, gradient in enumerate(gradients):
-            path = self.directory / gradient_name(layer, self._batches)
-            self._written.append(path)
-            self._save(path, {"gradient": gradient})
+            self._save(file_name("gradient", layer, self._batches), {"gradient": gradient})
 
     def end_batch(self) -> None:
-        """Close the current batch; every batch must have called the same layers."""
+        """Close the current batch, in which every layer must have been called."""
         if self._layer == 0 or self._layer != len(self._scales):
             raise ValueError(
                 f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
@@ -112,17 +90,15 @@ class CaptureWriter:
 
     def write_projections(self, weights: Mapping[int, Tensor]) -> None:
         """Write the known output projections (out, Hq Dv) by layer."""
-        path = self.directory / PROJECTIONS
-        self._written.append(path)
-        self._save(path, {str(layer): weight for layer, weight in weights.items()})
+        self._save(PROJECTIONS, {str(layer): weight for layer, weight in weights.items()})
 
-    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        copies = plain(tensors)
-        self._files[path.name] = fingerprint(path.name, copies)
-        save_file(copies, path)
+    def _save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
+        copies = plain({key: tensor for key, tensor in tensors.items() if tensor is not None})
+        self._files[name] = fingerprint(name, copies)
+        save_file(copies, self.directory / name)
 
     def finish(self, weights: Sequence[float] = ()) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: as in `Capture`."""
+        """Write `capture.json` and return the capture. `weights`: as in `Facts`."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
         facts = Facts(
@@ -134,25 +110,24 @@ class CaptureWriter:
             sequences=self._sequences,
             tokens=self._tokens,
             weights=tuple(weights),
-            gradients=gradient_name(0, 0) in self._files,
+            gradients=file_name("gradient", 0, 0) in self._files,
             files=self._files,
         )
-        self._written.append(self.directory / INDEX)
         write_json(self.directory, INDEX, asdict(facts))
         guard = _Removal(self.directory) if self._temporary else None
         return Capture(directory=self.directory, _guard=guard, **vars(facts))
 
     def abort(self) -> None:
-        """Remove every file this writer wrote, and the folder if it made it."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
+        """Remove the files that this writer wrote, and the folder if it made it."""
+        for name in (*self._files, INDEX):
+            (self.directory / name).unlink(missing_ok=True)
         if self._created:
             with suppress(OSError):  # the folder holds other files: leave it
                 self.directory.rmdir()
 
 
 class _Removal:
-    """Removes a folder when this object is collected, at the latest at exit."""
+    """Removes a folder when this object is collected or the program ends."""
 
     def __init__(self, directory: Path) -> None:
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

@@ -18,23 +18,35 @@ from typing import Any, NoReturn
 from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
 from fewkeys.core.version import VERSION
 
+COMMANDS = {
+    embed: "embed the texts of files and folders: one vector for each text, or for each part",
+    compare: "measure approximations of attention on a model and a text",
+    report: "show the results of fewkeys compare, as a table or an HTML page",
+    tune: "choose a plan for every head of a model",
+    fit: "train a Sparsefinder, which predicts the nonzero weights of entmax attention",
+    bench: "time plans against exact attention",
+    capture: "store the queries, keys and values of every layer",
+    doctor: "print versions, processor and kernels, and from which length plans are faster here",
+}
+"""The modules of the commands. --help shows their docstrings. `kept` among their options: what an interruption leaves.
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
 
-    _given: Sequence[str] = ()
+    _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else args
+        self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        inner = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = [self, *(choices[word] for choices in inner for word in self._given if word in choices)]
-        options = [name for one in parsers for name in one._option_string_actions if name.startswith("--")]
-        for word in self._given:
-            name = word.partition("=")[0]
-            if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1, 0.7)):
+        commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers = [self, *(choices[word] for choices in commands for word in self._words if word in choices)]
+        options = [name for parser in parsers for name in parser._option_string_actions if name.startswith("--")]
+        for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
                 message = f"unknown option {name}; did you mean {near[0]}?"
                 break
         raise ValueError(f"{message} (try {self.prog} --help)")
@@ -42,17 +54,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    left = "nothing was written"
+    outcome = "nothing was written"
     try:
         _end_in_order_on_sigterm()
         arguments = parser().parse_args(argv)
-        left = getattr(arguments, "left", left)
+        if kept := getattr(arguments, "kept", None):
+            outcome = f"{kept} are kept, the same command goes on from there"
         arguments.run(arguments)
     except _Terminated:
-        print(f"fewkeys: terminated; {left}", file=sys.stderr)
+        print(f"fewkeys: terminated; {outcome}", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print(f"fewkeys: interrupted; {left}", file=sys.stderr)
+        print(f"fewkeys: interrupted; {outcome}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has closed it, as in `fewkeys ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,10 +96,13 @@ def _fail(message: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    what = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
-    whole = _Parser(prog="fewkeys", description=what)
-    whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
-    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (embed, compare, report, tune, fit, bench, capture, doctor):
-        command.add_to(commands)
-    return whole
+    purpose = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
+    program = _Parser(prog="fewkeys", description=purpose)
+    program.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
+    commands = program.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command, meaning in COMMANDS.items():
+        name = command.__name__.rpartition(".")[2]
+        inner = commands.add_parser(name, help=meaning, description=command.__doc__)
+        command.add_options(inner)
+        inner.set_defaults(run=command.run)
+    return program

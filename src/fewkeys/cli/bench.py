@@ -1,22 +1,25 @@
-"""`fewkeys bench`: time plans against exact attention, length by length."""
+"""Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in turns, at each length:
+their ratio, growth and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
+and the output error is measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or
+more lengths) and, with a model, error.png; the pictures also as PDF.
+"""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import as_json, deliver
-from fewkeys.cli.options import add_common, add_inputs, budgets, whole
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, whole
 from fewkeys.cli.progress import Step, progress
-from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
-    from fewkeys.plan import Plan
 
-METHODS = {
+ROWS = {
     "budget": "fewkeys budget",
     "window": "window",
     "sinks": "sinks + window",
@@ -25,90 +28,66 @@ METHODS = {
     "random": "random keys",
     "top-k": "top-k per query (oracle)",
 }
-"""Rows of every comparison by short names."""
-DTYPES = ("float32", "bfloat16", "float16")
+"""The names of standard plans by short names."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "bench",
-        help="time plans against exact attention",
-        description="Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in "
-        "turns, at each length: their ratio, growth and memory. With "
-        "a model and a text, the inputs are queries, keys and values of the middle layer, and the output error is "
-        "measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or more "
-        "lengths) and, with a model, error.png; the pictures also as PDF.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=None, required=False)
-    parser.add_argument(
-        "--lengths", type=budgets, default=[1024, 2048, 4096], metavar="N,N,...",
-        help="tokens (default 1024,2048,4096)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plans", type=_plans, default=["budget:192"], metavar="NAME:SLOTS,...",
-        help=f"plans to time, from {', '.join(METHODS)} (default budget:192)",
-    )  # fmt: skip
-    parser.add_argument("--heads", type=whole(), default=4, metavar="N", help="heads (default 4)")
-    parser.add_argument("--dim", type=whole(), default=64, metavar="N", help="head size of random inputs (default 64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    add_value(parser, "--lengths", budgets, "1024,2048,4096", "tokens", "N,N,...")
+    plans = f"plans to time, from {', '.join(ROWS)}"
+    add_value(parser, "--plans", _plans, "budget:192", plans, "NAME:SLOTS,...")
+    add_value(parser, "--heads", whole(), 4, "heads")
+    add_value(parser, "--dim", whole(), 64, "head size of random inputs")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="default float32")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     add_common(parser, "folder for the results", seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Time, print, and write the JSON and the pictures."""
     real = arguments.demo or arguments.model is not None
-    inputs.prepare(arguments, "matplotlib", model=real)
+    inputs.prepare(arguments, "matplotlib")
     if arguments.text and not real:
         raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
     from fewkeys.bench.machine import machine, versions
     from fewkeys.bench.timing import as_dict, bench, growth
+    from fewkeys.judge.standard import standard_plans
 
+    options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
     with progress() as step:
-        problem = _problem(arguments, real, step)
-        rows = bench(
-            problem,
-            {name: plan(name, arguments.causal) for name in arguments.plans},
-            arguments.lengths,
-            heads=arguments.heads,
-            real=real,
-            is_causal=arguments.causal,
-            backward=arguments.backward,
-            progress=step,
-        )
-    names = dict.fromkeys(row.name for row in rows)
+        draw = _draw(arguments, real, step)
+        standard = partial(standard_plans, is_causal=arguments.causal)
+        plans = {name: standard(slots)[row] for name, (row, slots) in arguments.plans.items()}
+        rows = bench(draw, plans, arguments.lengths, **options, progress=step)
     result: dict[str, Any] = {
         "machine": machine(),
         "versions": versions(),
         "settings": {
-            "dtype": arguments.dtype,
-            "causal": arguments.causal,
-            "backward": arguments.backward,
+            **{name: getattr(arguments, name) for name in ("dtype", "causal", "backward")},
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
         },
-        "growth": {name: growth(rows, name) for name in names},
+        "growth": {name: growth(rows, name) for name in ["exact", *plans]},
         "rows": [as_dict(row) for row in rows],
     }
 
     from fewkeys.report.speed import headline, print_timings, save_error, save_time
 
-    what = headline(result["settings"], arguments.heads)
+    subtitle = headline(result["settings"], arguments.heads)
 
     def fill(folder: Path) -> None:
-        write_whole(folder / "bench.json", as_json(result) + "\n")
         if len(set(arguments.lengths)) > 1:
-            save_time(rows, folder / "time.png", title=what)
+            save_time(rows, folder / "time.png", title=subtitle)
         if real:
-            save_error(rows, folder / "error.png", title=what)
+            save_error(rows, folder / "error.png", title=subtitle)
 
-    deliver(arguments, result, lambda: print_timings(rows), fill)
+    deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
 
 
-def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
-    """Where the inputs come from."""
+def _draw(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
+    """The source of the inputs."""
     import torch
 
     from fewkeys.bench.long_inputs import captured_inputs, random_inputs
@@ -119,27 +98,16 @@ def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
     longest = max(arguments.lengths)
     arguments.length = min(512, longest)
     arguments.sequences = -(-longest // arguments.length)
-    opened = inputs.open_model(arguments, step)
-    from fewkeys.integrations.transformers import capture
-
-    step(0, 1, "exact attention of every layer")
-    return captured_inputs(capture(opened.model, opened.batches), dtype=dtype)
+    captured, _ = inputs.read(arguments, step)
+    return captured_inputs(captured, dtype=dtype)
 
 
-def _plans(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
+def _plans(text: str) -> dict[str, tuple[str, int]]:
+    """The standard plans of a list such as "budget:192,window:64": the row and the slots of each name."""
+    plans = {}
+    for name in text.split(","):
         method, _, slots = name.partition(":")
-        if method not in METHODS or not slots.isdigit() or int(slots) < 1:
-            raise argparse.ArgumentTypeError(
-                f"expected names such as budget:192, from {', '.join(METHODS)}, got {name!r}"
-            )
-    return names
-
-
-def plan(name: str, is_causal: bool) -> Plan:
-    """The plan called `name`: the row of every comparison that `METHODS` names, with as many slots."""
-    from fewkeys.judge.standard import standard_plans
-
-    method, _, slots = name.partition(":")
-    return standard_plans(int(slots), is_causal=is_causal)[METHODS[method]]
+        if method not in ROWS or not slots.isdigit() or int(slots) < 1:
+            raise argparse.ArgumentTypeError(f"expected names such as budget:192, from {', '.join(ROWS)}, got {name!r}")
+        plans[name] = ROWS[method], int(slots)
+    return plans

@@ -1,4 +1,4 @@
-"""`fewkeys capture`: store the queries, keys and values of a model on a text."""
+"""Run a model over a text and store the queries, keys and values of every layer as safetensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fewkeys import demo
 from fewkeys.cli import inputs
 from fewkeys.cli.files import as_json, deliver, publish
 from fewkeys.cli.options import add_common, add_inputs
@@ -14,35 +13,26 @@ from fewkeys.cli.progress import progress
 from fewkeys.core.files import write_whole
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "capture",
-        help="store the queries, keys and values of every layer",
-        description="Run a model over a text and store the queries, keys and values of every layer as safetensors.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser)
     add_common(parser, "new folder for the capture", seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
+    from fewkeys.captures.capture import INDEX
+
     inputs.prepare(arguments)
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
-    facts: dict[str, Any] = {"model": arguments.model or demo.NAME, "directory": str(out)}
+    facts: dict[str, Any] = {}
     with progress() as step:
-        opened = inputs.open_model(arguments, step)
-
-        from fewkeys.captures.capture import INDEX
-        from fewkeys.integrations.transformers import capture
 
         def fill(folder: Path) -> None:
-            step(0, 1, "exact attention of every layer")
-            captured = capture(opened.model, opened.batches, folder)
-            facts.update(layers=captured.layers, sequences=captured.sequences)
+            captured, opened = inputs.read(arguments, step, folder)
+            facts.update(model=opened.name, directory=str(out), layers=captured.layers, sequences=captured.sequences)
             write_whole(folder / inputs.OPENED, as_json({"model": opened.name, "tokens": opened.tokens}))
 
         publish(out, fill, last=INDEX)

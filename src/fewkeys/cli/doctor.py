@@ -1,31 +1,29 @@
-"""`fewkeys doctor`: the facts of this machine, and how fewkeys runs on it."""
+"""Print what is installed, whether the kernels for this processor work (they may be compiled first, which takes some
+seconds), and whether impl='auto' uses exact attention or a plan at six lengths, for 4 heads of 64 dimensions in
+float32.
+"""
 
 from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli.files import deliver
 from fewkeys.cli.inputs import EXTRAS, set_threads
 from fewkeys.cli.options import add_common
 from fewkeys.cli.progress import progress
 
+if TYPE_CHECKING:
+    from fewkeys.plan import Plan
+
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "doctor",
-        help="print versions, processor and kernels, and from which length plans are faster here",
-        description="Print what is installed, whether the kernels for this processor work (they may be compiled "
-        "first, which takes some seconds), and whether impl='auto' uses exact attention or a plan at six lengths, "
-        f"for {HEADS} heads of {DIM} dimensions in float32.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_common(parser, None, seed=False)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -42,26 +40,23 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
         processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
+        processor["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         auto = {}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
-            auto[name] = [_auto(plan, length, "is_causal" in name) for length in LENGTHS]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            auto[name] = [_auto(plan, length) for length in LENGTHS]
     facts = {
         "versions": versions(with_transformers=True),
-        "machine": processor | {"gpu": gpu},
+        "machine": processor,
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for module, extra in EXTRAS.items()},
-        "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},
+        "auto": auto,
     }
     deliver(arguments, facts, lambda: _show(facts))
 
 
-AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
-
-
-def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
+def _auto(plan: Plan, length: int) -> dict[str, Any]:
     """Whether `impl="auto"` runs the plan at a length, and the expected milliseconds where these decide."""
     import torch
 
@@ -69,18 +64,19 @@ def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | No
     from fewkeys.cost.crossover import exact_is_faster, expected
 
     row = torch.zeros(1, HEADS, length, DIM)
-    inputs = check_inputs(row, row, row, is_causal=is_causal)
+    inputs = check_inputs(row, row, row, is_causal=plan.is_causal)
     runs = "exact" if exact_is_faster(inputs, plan) else "plan"
     times = expected(inputs, plan)
-    return (length, runs, None, None) if times is None else (length, runs, times.exact, times.plan)
+    exact_ms, plan_ms = (None, None) if times is None else (times.exact, times.plan)
+    return {"tokens": length, "runs": runs, "exact_ms": exact_ms, "plan_ms": plan_ms}
 
 
 def _show(facts: dict[str, Any]) -> None:
     from fewkeys.core.clock import in_words
     from fewkeys.report.table import show
 
-    have = [name for name, there in facts["extras"].items() if there]
-    lack = [name for name, there in facts["extras"].items() if not there]
+    installed = [extra for extra, is_installed in facts["extras"].items() if is_installed]
+    missing = ",".join(extra for extra in facts["extras"] if extra not in installed)
     machine = facts["machine"]
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
@@ -90,7 +86,7 @@ def _show(facts: dict[str, Any]) -> None:
         "library": facts["library"],
         "gpu": machine["gpu"] or "none that torch finds",
         "cache": facts["cache"],
-        "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
+        "extras": ", ".join(installed) + (f"; not installed: pip install 'fewkeys[{missing}]'" if missing else ""),
     }
     for name, line in lines.items():
         print(f"{name:13}{line}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PDF = b"%PDF-"
-"""How such a file begins; it may be ASCII throughout."""
+"""The first bytes of a PDF, which may be ASCII throughout."""
 HEAD = 2**16
-"""Bytes that are read first: a binary file has a zero byte among them."""
+"""Bytes that are read first: a binary file most often has a zero byte among them."""
 SHOWN = 3
 """The number of files that an error names, with their reasons."""
 
@@ -28,8 +28,7 @@ class Document:
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str]]:
     """The texts of files and of all files in folders, sorted by name; and the names of other files, with reasons.
 
-    Hidden files and folders, whose names begin with a dot, are ignored. A file that is named itself must be a text:
-    `ValueError`.
+    Files and folders whose names begin with a dot are ignored. `ValueError` for a named file that is not a text.
     """
     documents: dict[str, Document] = {}
     skipped: dict[str, str] = {}
@@ -37,9 +36,8 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
         if not path.exists():
             raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
         for file, reason in _files(path) if path.is_dir() else [(path, "")]:
-            name, text = os.fsencode(file).decode(errors="replace"), ""
-            if not reason:
-                text, reason = _text(file)
+            name = os.fsencode(file).decode(errors="replace")
+            text, reason = ("", reason) if reason else _text(file)
             if not reason:
                 documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest())
             elif file is path:
@@ -55,7 +53,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
 
 
 def skipped_in_words(skipped: dict[str, str]) -> str:
-    """The number of files that were left out, and on a line for each its name and the reason."""
+    """The number of files that were left out, and a line for each with its name and the reason."""
     lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
     return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
 

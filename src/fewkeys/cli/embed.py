@@ -1,4 +1,9 @@
-"""`fewkeys embed`: vectors of the texts of files and folders."""
+"""Embed texts with a sentence-transformers model: one vector for each text or, with --chunk, for each part of a text. A
+plan makes attention faster on long texts; on short texts exact attention runs. Pooling, prompts and normalisation are
+those of the model's folder. The output file has a row for each vector: path, start and stop (characters), tokens, error
+(relative error of the attention output, estimated from a few exact queries; 0 where exact attention ran), and the
+vector. Run the same command again to continue after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.documents import Document, read_documents, skipped_in_words
-from fewkeys.cli.files import as_json, check_folder
+from fewkeys.cli.files import check_folder, deliver
 from fewkeys.cli.options import add_common, named_path, whole
 from fewkeys.cli.progress import Step, progress
 from fewkeys.core.version import VERSION
@@ -26,66 +31,46 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 SLOTS = 192
-"""Slots of the default plan. At thousands of tokens its time is about that of 64 slots, which have more cohorts."""
+"""Slots of the default plan. At thousands of tokens it takes about as long as 64 slots, which have more cohorts."""
 CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
 """The default plan for late chunks, whose vectors average fewer tokens. On MiniLM it takes a quarter more time than
-`budget(192)`, and the distance of its cosines from 1 is a third, on WikiText and on two other texts.
+`budget(192)`, and the distance of its cosines from 1 is a third (on WikiText and two other texts).
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "embed",
-        help="embed the texts of files and folders: one vector for each text, or for each part",
-        description="Embed texts with a sentence-transformers model: one vector for each text or, with --chunk, "
-        "for each part of a text. A plan makes attention faster on long texts; on short texts exact attention "
-        "runs. Pooling, prompts and normalisation are those of the model's folder. The output file has a row for "
-        "each vector: path, start and stop (characters), tokens, error (relative error of the attention output, "
-        "estimated from a few exact queries; 0 where exact attention ran), and the vector. Run the same command "
-        "again to continue after an interruption.",
-    )
-    parser.add_argument(
-        "texts",
-        nargs="+",
-        type=named_path,
-        metavar="FILE_OR_FOLDER",
-        help="text files in UTF-8, or folders of them; other files in a folder are left out and named",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    texts = "text files in UTF-8, or folders of them; other files in a folder are left out and named"
+    parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help=texts)
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
-    parser.add_argument(
-        "--out", required=True, type=named_path, metavar="FILE", help="file to write: .npz, or .parquet with pyarrow"
+    out = "file to write: .npz, or .parquet with pyarrow"
+    parser.add_argument("--out", required=True, type=named_path, metavar="FILE", help=out)
+    chunk = "late chunks: one pass over a text, a vector for each N tokens (default: one vector for the text)"
+    parser.add_argument("--chunk", type=whole(), metavar="N", help=chunk)
+    longer = (
+        "texts longer than one pass: stop before any work (refuse, the default), leave them out (skip), or "
+        "embed parts of about equal length, each in a separate row (split)"
     )
-    parser.add_argument(
-        "--chunk", type=whole(), metavar="N",
-        help="late chunks: one pass over a text, a vector for each N tokens (default: one vector for the text)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--longer", choices=("refuse", "skip", "split"), default="refuse",
-        help="texts longer than one pass: stop before any work (refuse, the default), leave them out (skip), or "
-        "embed parts of about equal length, each in a separate row (split)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-tokens", type=whole(), metavar="N",
-        help="most tokens of one pass, at most the model's positions (default: max_seq_length of the model's folder)",
-    )  # fmt: skip
+    parser.add_argument("--longer", choices=("refuse", "skip", "split"), default="refuse", help=longer)
+    most = "most tokens of one pass, at most the model's positions (default: max_seq_length of the model's folder)"
+    parser.add_argument("--max-tokens", type=whole(), metavar="N", help=most)
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt-name", metavar="NAME", help="prompt of the model's folder to put before every text")
     prompts.add_argument("--prompt", metavar="TEXT", help="text to put before every text")
     plans = parser.add_mutually_exclusive_group()
-    plans.add_argument(
-        "--slots", type=whole(), metavar="N",
-        help=f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's "
-        f"folder, or else {SLOTS} slots, {CHUNK_SLOTS} for late chunks)",
-    )  # fmt: skip
+    slots = (
+        f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's "
+        f"folder, or else {SLOTS} slots, {CHUNK_SLOTS} for late chunks)"
+    )
+    plans.add_argument("--slots", type=whole(), metavar="N", help=slots)
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
     add_common(parser, None, seed=False)
-    parser.set_defaults(run=run, left="finished texts are kept, the same command goes on from there")
+    parser.set_defaults(kept="finished texts")
 
 
 @dataclass(frozen=True)
 class Passes:
-    """A text, the characters of each pass over it (none over a text to be skipped), and its tokens."""
+    """A text, the characters of each pass over it (none: the text is skipped), and its tokens."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -99,27 +84,34 @@ def run(arguments: argparse.Namespace) -> None:
     inputs.need("transformers", "sentence_transformers")
     documents, skipped = read_documents(arguments.texts)
 
-    from fewkeys.cli.vectors import FinishedTexts, save
+    from fewkeys.cli.vectors import FinishedTexts, columns, save
 
     inputs.set_threads(arguments)
     start = monotonic()
     with progress() as step:
         encoder, plan, settings = _opened(arguments, step)
-        passes, too_long = _passes(documents, encoder, arguments.longer, settings["prompt"], step)
-        documents = [document for document in documents if document.name not in too_long]
-        kept = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
-        resumed = len(passes.keys() & kept.rows.keys())
-        left = {key: text for key, text in passes.items() if key not in kept.rows}
+        passes, too_long = _passes(documents, encoder, settings, step)
+        finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
+        unfinished = {key: text for key, text in passes.items() if key not in finished.rows}
         try:
-            for key, rows in _embedded(encoder, plan, left, settings, step):
-                kept.add(key, rows)
+            for key, text_rows in _embedded(encoder, plan, unfinished, settings, step):
+                finished.add(key, text_rows)
         finally:
-            kept.write()
-    every = [kept.rows[document.key] for document in documents]
-    save(out, [document.name for document in documents], every, settings)
-    kept.remove()
-    facts = settings | {"seconds": monotonic() - start, "resumed": resumed}
-    _tell(arguments, documents, every, skipped | too_long, facts)
+            finished.write()
+    rows = {document.name: finished.rows[document.key] for document in documents if document.name not in too_long}
+    table = columns(rows)
+    save(out, table, settings)
+    finished.remove()
+
+    facts = {name: value for name, value in settings.items() if name != "plan"}
+    facts |= {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
+    facts |= {"out": str(out), "texts": len(rows), "vectors": list(table["vectors"].shape)}
+    facts |= {"tokens": int(table["tokens"].sum()), "error": float(table["error"].mean())}
+    facts |= {"skipped": skipped | too_long, "plan": settings["plan"]}
+    if arguments.json:
+        lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
+        facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    deliver(arguments, facts, lambda: _show(facts, rows))
 
 
 def _check_out(out: Path) -> None:
@@ -134,7 +126,7 @@ def _check_out(out: Path) -> None:
 
 
 def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
-    """The encoder, its plan, and the other settings that the vectors depend on."""
+    """The encoder, its plan, and the settings that the vectors depend on."""
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed
     from fewkeys.integrations.capture import weights_of
@@ -144,14 +136,11 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
         encoder = load_encoder(arguments.model)
-        most = embed.longest(encoder)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens
-            most = embed.longest(encoder)
-            if most is not None and most < arguments.max_tokens:
-                raise ValueError(
-                    f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}"
-                )
+        most = embed.longest(encoder)
+        if most is not None and most < (arguments.max_tokens or 0):
+            raise ValueError(f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}")
         prompt = embed.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
         embed.check_chunks(encoder, arguments.chunk)
     plan = _plan(arguments, encoder)
@@ -174,11 +163,11 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
     from fewkeys import plan as plans
     from fewkeys.integrations.interface import attention_modules, is_causal
 
-    beside = Path(arguments.model)
+    folder = Path(arguments.model)
     if arguments.plan is not None:
         return inputs.open_plan(arguments.plan)
-    if arguments.slots is None and any((beside / name).is_file() for name in (plans.FILE, model_plan.FILE)):
-        return inputs.open_plan(beside)
+    if arguments.slots is None and any((folder / name).is_file() for name in (plans.FILE, model_plan.FILE)):
+        return inputs.open_plan(folder)
     causal = any(map(is_causal, attention_modules(encoder)))
     if arguments.chunk is None or causal:
         return plans.budget(arguments.slots or SLOTS, is_causal=causal)
@@ -186,15 +175,15 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 
 
 def _passes(
-    documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
+    documents: list[Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
 ) -> tuple[dict[str, Passes], dict[str, str]]:
     """The texts by their digests, and the names of files that are left out, with the reasons.
 
-    `ValueError` for texts to be refused, and where none is left.
+    `ValueError` for texts to be refused, and if none is left.
     """
     from fewkeys.integrations import embed
 
-    most = embed.longest(encoder)
+    most, longer, prompt = (settings[name] for name in ("max_tokens", "longer", "prompt"))
     texts: dict[str, Passes] = {}
     for done, document in enumerate(documents):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
@@ -253,33 +242,17 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _tell(
-    arguments: argparse.Namespace, documents: list[Document], rows: list[TextRows], skipped: dict[str, str], facts: Any
-) -> None:
-    """Print what was written."""
-    from fewkeys.cli.vectors import TextRows
-
-    every, plan = TextRows.joined(rows), facts.pop("plan")
-    facts |= {"out": str(arguments.out), "texts": len(documents), "vectors": list(every.vectors.shape)}
-    facts |= {"tokens": int(every.tokens.sum()), "error": float(every.error.mean()), "skipped": skipped}
-    if arguments.json:
-        columns = (*every.spans.T.tolist(), every.tokens.tolist(), every.error.tolist())
-        files = [document.name for document, text_rows in zip(documents, rows, strict=True) for _ in text_rows.tokens]
-        names = ("path", "start", "stop", "tokens", "error")
-        listed = [dict(zip(names, row, strict=True)) for row in zip(files, *columns, strict=True)]
-        print(as_json(facts | {"plan": plan, "rows": listed}))
-        return
-    if skipped:
-        print(f"fewkeys: note: {skipped_in_words(skipped)}", file=sys.stderr)
+def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
+    """Print a summary."""
+    if facts["skipped"]:
+        print(f"fewkeys: note: {skipped_in_words(facts['skipped'])}", file=sys.stderr)
     count, width = facts["vectors"]
     again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
     print(
-        f"{_counted(count, 'vector')} of {width} dimensions from {_counted(len(documents), 'text')} "
-        f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {arguments.out}"
+        f"{_counted(count, 'vector')} of {width} dimensions from {_counted(len(rows), 'text')} "
+        f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {facts['out']}"
     )
-    worst, name = max(
-        (float(text_rows.error.max()), document.name) for text_rows, document in zip(rows, documents, strict=True)
-    )
+    worst, name = max((float(text_rows.error.max()), name) for name, text_rows in rows.items())
     if worst:
         print(f"Estimated error of attention's output: {facts['error']:.3f} on average, at most {worst:.3f} ({name}).")
     else:

@@ -1,4 +1,4 @@
-"""Folders for results: checked before the work begins, and written completely or not at all."""
+"""Folders for results: checked before the work, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fewkeys.core.files import write_whole
+
 
 def check_folder(out: Path) -> None:
-    """Raise before the work begins if files could not be written to `out`. Leaves no file behind."""
+    """Raise if files could not be written to `out`."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: expected a folder, got a file: {out}")
     parent = _existing(out)
@@ -33,25 +34,18 @@ def _existing(path: Path) -> Path:
     return path
 
 
-@contextmanager
-def staging(out: Path) -> Iterator[Path]:
-    """A folder on the same file system as `out`, removed afterwards unless it was renamed."""
+def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
+    """Let `fill` write files beside `out`, then move them into `out`, `last` at the end. Returns their names."""
     staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
     try:
         staged.chmod(0o755)
-        yield staged
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
-    """Let `fill` write files to another folder, then move them into `out`, `last` at the end. Returns their names."""
-    with staging(out) as staged:
         fill(staged)
         names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == last, name))
         out.mkdir(parents=True, exist_ok=True)
         for name in names:
             os.replace(staged / name, out / name)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
     return names
 
 
@@ -59,19 +53,31 @@ def deliver(
     arguments: argparse.Namespace,
     result: Mapping[str, Any] | str,
     show: Callable[[], None],
-    fill: Callable[[Path], None] | None = None,
+    name: str = "",
+    fill: Callable[[Path], None] = lambda folder: None,
     last: str = "",
 ) -> None:
-    """Write the files of `fill` to `--out`, if given. Print the result as JSON under `--json`, else call `show`."""
-    names = [] if fill is None or arguments.out is None else publish(arguments.out, fill, last)
+    """Write the result as JSON to the file `name` in --out, beside the files of `fill`, if both are given.
+
+    Then print the JSON under --json, else call `show`.
+    """
+    text = result if isinstance(result, str) else as_json(result) + "\n"
+    names = []
+    if name and arguments.out is not None:
+
+        def fill_all(folder: Path) -> None:
+            write_whole(folder / name, text)
+            fill(folder)
+
+        names = publish(arguments.out, fill_all, last)
     if arguments.json:
-        print(as_json(result))
+        print(text, end="")
         return
     show()
     if names:
         print(f"\nWritten: {', '.join(names)} in {arguments.out}")
 
 
-def as_json(result: Mapping[str, Any] | str) -> str:
+def as_json(result: Mapping[str, Any]) -> str:
     """The JSON text of a result, indented."""
-    return result.rstrip() if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False)
+    return json.dumps(result, indent=1, allow_nan=False)

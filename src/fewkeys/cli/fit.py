@@ -1,4 +1,9 @@
-"""`fewkeys fit`: learn to predict the graph of a model's entmax attention, and judge it on other text."""
+"""Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of queries and keys that are
+close where the attention weight is not zero. The last part of the sequences is held out. The table shows how many of
+their nonzero weights several groupings predict, beside a window and random edges with as many keys. Writes the
+predictor (read by Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,20 @@ import argparse
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import as_json, deliver
-from fewkeys.cli.options import add_common, add_inputs, number, whole
-from fewkeys.cli.progress import Step, progress
-from fewkeys.core.files import write_whole
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_inputs, add_value, number, whole
+from fewkeys.cli.progress import progress
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
     from fewkeys.papers.sparsefinder.evaluate import FitRow
 
 WORK = ".fitting"
-"""Folder inside --out for the state of the fit, removed at the end."""
+"""The folder inside --out for the state of the fit, removed at the end."""
 WINDOW = 3
 """Keys of the window beside every grouping of the table."""
 JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "entropy")
@@ -34,71 +37,47 @@ NOTE = (
 )
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "fit",
-        help="train a Sparsefinder, which predicts the nonzero weights of entmax attention",
-        description="Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of "
-        "queries and keys that are close where the attention weight is not zero. The last part of the sequences is "
-        "held out. The table shows how many of their nonzero weights several groupings predict, beside a window "
-        "and random edges with as many keys. Writes the predictor (read by Sparsefinder.from_pretrained) and "
-        "fit.json. Run the same command again to continue after an interruption.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=64, capture=True)
-    parser.add_argument(
-        "--rank", type=whole(), default=4, metavar="R", help="dimensions of the projections (default 4)"
-    )
-    parser.add_argument("--alpha", type=number(1.0), default=1.5, help="alpha of the model's entmax (default 1.5)")
-    parser.add_argument("--epochs", type=whole(), default=3, metavar="N", help="passes over the text (default 3)")
-    parser.add_argument(
-        "--margin", type=number(), default=1.0, metavar="M", help="margin of the hinge loss (default 1)"
-    )
-    parser.add_argument("--lr", type=number(), default=1e-3, metavar="LR", help="learning rate of Adam (default 0.001)")
-    parser.add_argument("--batch", type=whole(), default=32, metavar="N", help="sequences per step (default 32)")
+    add_value(parser, "--rank", whole(), 4, "dimensions of the projections", "R")
+    add_value(parser, "--alpha", number(1.0), "1.5", "alpha of the model's entmax", "ALPHA")
+    add_value(parser, "--epochs", whole(), 3, "passes over the text")
+    add_value(parser, "--margin", number(), 1, "margin of the hinge loss", "M")
+    add_value(parser, "--lr", number(), "0.001", "learning rate of Adam", "LR")
+    add_value(parser, "--batch", whole(), 32, "sequences per step")
     separate = "separate projections for queries and keys (default: one for both)"
     parser.add_argument("--separate", dest="shared", action="store_false", help=separate)
-    parser.add_argument(
-        "--held-out",
-        type=number(most=1.0),
-        default=0.2,
-        metavar="SHARE",
-        help="share of the sequences held out (default 0.2)",
-    )
+    add_value(parser, "--held-out", number(most=1.0), "0.2", "share of the sequences held out", "SHARE")
     add_common(parser, "folder for the predictor")
-    parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
+    parser.set_defaults(kept="finished layers")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Fit on one part of the text, judge on the other, print, and write the predictor."""
     inputs.prepare(arguments, "sklearn")
     with progress() as step:
-        captured = _captured(arguments, step)
+        captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
 
         from fewkeys.papers.sparsefinder import Sparsefinder
         from fewkeys.papers.sparsefinder.evaluate import judge
         from fewkeys.select import Window
 
-        held_out = max(1, round(arguments.held_out * captured.sequences))
-        if captured.sequences - held_out < 2:
+        sequences = captured.sequences
+        held_out = max(1, round(arguments.held_out * sequences))
+        if sequences - held_out < 2:
             raise ValueError(
-                f"--held-out: expected at least 2 sequences left to fit on, got {captured.sequences} in all and "
-                f"{held_out} held out; give more text"
+                f"--held-out: expected at least 2 sequences left to fit on, got {sequences} in all and {held_out} held "
+                "out; give more text"
             )
-        seen = captured.part(0, captured.sequences - held_out)
-        unseen = captured.part(captured.sequences - held_out, captured.sequences)
+        seen, unseen = captured.part(0, sequences - held_out), captured.part(sequences - held_out, sequences)
         work = arguments.out / WORK
         names = ("rank", "alpha", "shared", "margin", "lr", "epochs", "batch", "seed")
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        rows = judge(
-            {"projected": finder, "raw": raw},
-            unseen,
-            _groupings(unseen, arguments.margin),
-            keep=Window(WINDOW),
-            done=lambda done, total: step(done, total, "held-out sequences"),
-        )
+        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen, arguments.margin)
+        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
     report = {
         "model": captured.model_name,
         "shape": asdict(finder.shape),
@@ -108,27 +87,9 @@ def run(arguments: argparse.Namespace) -> None:
         "rows": [asdict(row) for row in rows],
     }
 
-    def fill(folder: Path) -> None:
-        finder.save_pretrained(folder)
-        write_whole(folder / "fit.json", as_json(report) + "\n")
-
-    # The description goes last: it names the tensors.
-    deliver(arguments, report, lambda: _print_table(rows, seen, unseen), fill, last="sparsefinder.json")
+    last = "sparsefinder.json"  # it names the tensors
+    deliver(arguments, report, lambda: _print_table(rows, seen, unseen), "fit.json", finder.save_pretrained, last)
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
-    """The capture that --capture names, or a new one of the model on the text."""
-    if arguments.capture is not None:
-        return inputs.open_capture(arguments)[0]
-    opened = inputs.open_model(arguments, step)
-
-    from fewkeys.core.weights import Entmax
-    from fewkeys.integrations.transformers import capture
-
-    step(0, 1, "entmax attention of every layer")
-    captured = capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
-    return replace(captured, model_name=opened.name)
 
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:

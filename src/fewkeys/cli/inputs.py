@@ -1,4 +1,4 @@
-"""The inputs of every command: required packages, a model, its tokenizer, and a text."""
+"""The inputs of commands: required packages, models, captures, plans and texts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ EXTRAS = {
 }
 """The extra that installs a module."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
+"""The extras within an extra."""
 OPENED = "opened.json"
-"""A file beside a capture: the model's name, and the tokens of the first sequence for the report."""
+"""The file beside a capture with the model's name and the tokens of the first sequence."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and its input: batches of token ids, the names of the files, and the tokens of the first sequence."""
+    """What a command reads: a model, its name, batches of token ids, the names of the files, and the tokens of the
+    first sequence. A stored capture has no model, batches and files.
+    """
 
     model: Any
     name: str
@@ -48,20 +51,17 @@ class Opened:
     tokens: list[str]
 
 
-def prepare(arguments: argparse.Namespace, *modules: str, model: bool = True) -> None:
-    """Raise `ValueError` before the work begins if results could not be written or a package is not installed.
-
-    `modules`: needed besides those of the options. `model`: whether a model is needed where no capture is named.
-    """
+def prepare(arguments: argparse.Namespace, *modules: str) -> None:
+    """Raise `ValueError` if results could not be written, or if one of `modules` or those of the options is missing."""
     if arguments.out is not None:
         check_folder(arguments.out)
-    needed = [*modules, *([demo.PACKAGE] if arguments.demo else [])]
-    need(*needed, *(["transformers"] if model and getattr(arguments, "capture", None) is None else []))
+    options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
+    need(*modules, *(module for module, needed in options.items() if needed))
     set_threads(arguments)
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
-    """Set the number of threads to `--threads`."""
+    """Set torch's threads to --threads."""
     if arguments.threads is not None:
         import torch
 
@@ -69,7 +69,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 
 def need(*modules: str) -> None:
-    """Raise `ValueError` naming all the extras to install at once where modules are missing."""
+    """Raise `ValueError` with all the extras to install if modules are missing."""
     missing = sorted({name for name in modules if find_spec(name) is None})
     if not missing:
         return
@@ -80,7 +80,7 @@ def need(*modules: str) -> None:
 
 
 def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
-    """The model that the options name, and the text cut into sequences for it."""
+    """The model that the options name, and the text in sequences for it."""
     files = arguments.text or ([demo.TEXT] if arguments.demo else None)
     if files is None:
         raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
@@ -104,21 +104,33 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], tokens)
 
 
-def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
-    """The capture that `--capture` names, and the tokens of its first sequence, if they were stored."""
-    if arguments.text:
-        raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
-    from fewkeys.captures.capture import Capture
+def read(
+    arguments: argparse.Namespace, step: Step, directory: Path | None = None, alpha: float | None = None
+) -> tuple[Capture, Opened]:
+    """The capture that --capture names, else a new one. `alpha`: that of the model's entmax, None for softmax."""
+    if getattr(arguments, "capture", None) is None:
+        opened = open_model(arguments, step)
+        from fewkeys.core.weights import Entmax
+        from fewkeys.integrations.transformers import capture
 
-    with named_as_options(directory="--capture"):
-        captured = Capture.load(arguments.capture)
-    path = arguments.capture / OPENED
-    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return replace(captured, model_name=facts.get("model", captured.model_name)), facts.get("tokens", [])
+        step(0, 1, f"{'exact' if alpha is None else 'entmax'} attention of every layer")
+        weights = None if alpha is None else Entmax(alpha)
+        captured = capture(opened.model, opened.batches, directory, weights=weights)
+    else:
+        if arguments.text:
+            raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
+        from fewkeys.captures.capture import Capture
+
+        with named_as_options(directory="--capture"):
+            captured = Capture.load(arguments.capture)
+        path = arguments.capture / OPENED
+        facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        opened = Opened(None, facts.get("model", captured.model_name), [], [], facts.get("tokens", []))
+    return replace(captured, model_name=opened.name), opened
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:
-    """The plan, or the plans of every head, in a folder."""
+    """The plan in a folder."""
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
@@ -129,7 +141,7 @@ def open_plan(folder: Path) -> Plan | ModelPlan:
 
 @contextmanager
 def named_as_options(**options: str) -> Iterator[None]:
-    """Make errors that name a Python argument name the command-line option."""
+    """Replace the name of a Python argument at the beginning of an error by the option's."""
     try:
         yield
     except ValueError as error:
@@ -138,7 +150,6 @@ def named_as_options(**options: str) -> Iterator[None]:
 
 
 def _read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of the files."""
     texts = []
     for path in paths:
         if str(path) != "-" and not path.is_file():

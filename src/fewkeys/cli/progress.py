@@ -12,10 +12,10 @@ Step = Callable[[int, int, str], None]
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """Progress on stderr: `step(done, total, what)` says what is done and the time left of the steps of one total.
+    """Progress on stderr: `step(done, total, what)` shows what is done and the time left of the steps of one total.
 
-    In a terminal one line changes; elsewhere there is a line for each new `what`. A step of total 0 is set-up, which
-    may still find the input wrong: it shows only in a terminal, so that a refusal stays one line.
+    In a terminal one line changes; elsewhere each new `what` is a line. A step of total 0 is set-up, which may still
+    refuse the input: it shows only in a terminal, so that a refusal stays one line.
     """
     last, size, start, terminal = "", 0, 0.0, sys.stderr.isatty()
 
@@ -38,8 +38,8 @@ def progress() -> Iterator[Step]:
 
 
 def _left(done: int, total: int, start: float) -> str:
-    """The time left; an empty string in the first tenth of the work and in the last second."""
+    """The time left; nothing in the first tenth of the work and in the last second."""
     if 10 * done < total or not done:
         return ""
-    left = (monotonic() - start) * (total / done - 1)
-    return f", about {left:,.0f} s left" if left >= 1 else ""
+    seconds = (monotonic() - start) * (total / done - 1)
+    return f", about {seconds:,.0f} s left" if seconds >= 1 else ""

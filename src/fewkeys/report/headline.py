@@ -1,4 +1,4 @@
-"""What a comparison says to do, in one sentence made of its figures."""
+"""The recommendation of a comparison in one sentence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fewkeys.judge.result import Report, Row
 from fewkeys.judge.standard import OURS
 
 SMALL_ERROR = 0.1
-"""The sentence names the plan with the fewest slots whose error is at most this."""
+"""The recommended plan has the fewest slots among those with an error of at most this."""
 
 
 def headline(report: Report) -> str:
-    """Up to which length exact attention is the right choice, and from which a plan is faster, at what error."""
+    """The lengths at which exact attention is the right choice, and those at which a plan is faster, at what error."""
     row = recommended(report)
     if row is None:
         return "No method stayed within its budget."
@@ -23,8 +23,8 @@ def headline(report: Report) -> str:
 
 
 def recommended(report: Report) -> Row | None:
-    """The row that the sentence names: of those timed at several lengths, or else of the best at each budget, the one
-    with the fewest slots and an error of at most `SMALL_ERROR`; if there is none, that with the least error.
+    """The row with the fewest slots and an error of at most `SMALL_ERROR`, or else with the least error, among those
+    timed at several lengths, or else the best of each budget.
     """
     timed = {(item.name, item.budget) for item in report.whole_times}
     rows = [row for row in report.rows if row.kind == "method" and (row.name, row.budget) in timed]
@@ -35,9 +35,9 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length at which a ratio of times reaches 1, from (length, ratio) in order, interpolated between logarithms.
+    """The length at which a ratio of times rises to 1, from (length, ratio) in order, interpolated between logarithms.
 
-    None if all ratios lie on one side of 1.
+    None if no ratio rises to 1.
     """
     for (length, ratio), (longer, higher) in pairwise(points):
         if ratio < 1 <= higher:
@@ -47,33 +47,24 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _of_lengths(report: Report, row: Row) -> str:
-    times = report.times_of(row)
+    times, name = report.times_of(row), _name(row)
     first, last = times[0], times[-1]
-    error = f"with an error of {_percent(row.error)} (measured at {report.length:,} tokens)"
+    error = f"{_error(row)} (measured at {report.length:,} tokens)"
     speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"
-    where = crossing([(item.length, item.exact_ms / item.ms) for item in times])
-    if where is not None:
-        start = f"{float(f'{where:.2g}'):,.0f}"
-        return (
-            f"Up to about {start} tokens use exact attention; for longer texts {_name(row)} is faster, {error}: "
-            f"{speed}."
-        )
+    start = crossing([(item.length, item.exact_ms / item.ms) for item in times])
+    if start is not None:
+        until = f"Up to about {float(f'{start:.2g}'):,.0f} tokens use exact attention"
+        return f"{until}; for longer texts {name} is faster, {error}: {speed}."
     if last.ms < last.exact_ms:
-        return f"From {first.length:,} tokens on, {_name(row)} is faster than exact attention, {error}: {speed}."
-    return f"Use exact attention up to {last.length:,} tokens: {_name(row)} is not faster there, {error}."
+        return f"From {first.length:,} tokens on, {name} is faster than exact attention, {error}: {speed}."
+    return f"Use exact attention up to {last.length:,} tokens: {name} is not faster there, {error}."
 
 
 def _of_one_length(report: Report, row: Row) -> str:
-    ratio = row.exact_ms / row.ms
+    at, name, ratio = f"At {report.length:,} tokens", _name(row), row.exact_ms / row.ms
     if ratio < 1:
-        return (
-            f"At {report.length:,} tokens use exact attention: {_name(row)}, with an error of {_percent(row.error)}, "
-            f"takes {row.ms / row.exact_ms:.1f} times as long."
-        )
-    return (
-        f"At {report.length:,} tokens, {_name(row)} is {ratio:.1f} times as fast as exact attention, with an error of "
-        f"{_percent(row.error)}."
-    )
+        return f"{at} use exact attention: {name}, {_error(row)}, takes {row.ms / row.exact_ms:.1f} times as long."
+    return f"{at}, {name} is {ratio:.1f} times as fast as exact attention, {_error(row)}."
 
 
 def _name(row: Row) -> str:
@@ -82,5 +73,5 @@ def _name(row: Row) -> str:
     return row.name if row.budget is None else f"{row.name} with {row.budget} slots"
 
 
-def _percent(error: float) -> str:
-    return f"{100 * error:.0f} %" if error >= 0.02 else f"{100 * error:.1f} %"
+def _error(row: Row) -> str:
+    return f"with an error of {100 * row.error:.{0 if row.error >= 0.02 else 1}f} %"

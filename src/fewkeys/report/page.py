@@ -1,4 +1,4 @@
-"""A comparison as one self-contained HTML page, which loads nothing from a network."""
+"""A comparison as one HTML page that loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fewkeys.report.table import advice, cells, notes, skipped, sorted_rows, tit
 
 PAGE = Path(__file__).with_name("page.html")
 FIRST = ("plan", "error", "ms")
-"""Beginnings of the names of the first columns, which a narrow screen shows."""
+"""The names of the first columns, which a narrow screen shows, begin with these."""
 
 
 def save_page(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page. Needs matplotlib (`pip install fewkeys[report]`)."""
+    """Write the page. Needs matplotlib."""
     figures = [error_figure(report), *([time_figure(report)] if report.whole_times else [])]
     parts = {
         "title": escape(title(report)),
@@ -73,9 +73,8 @@ def _about(report: Report) -> str:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """What the page's script draws."""
-    rows = sorted_rows(report)
-    first = recommended(report)
+    """The data of the page's script."""
+    rows, selected = sorted_rows(report), recommended(report)
     return {
         "rows": [
             {
@@ -87,6 +86,6 @@ def _data(report: Report) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "first": 0 if first is None else rows.index(first),
+        "first": 0 if selected is None else rows.index(selected),
         "sample": None if report.sample is None or not all(row.kept for row in rows) else asdict(report.sample),
     }

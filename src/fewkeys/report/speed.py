@@ -9,12 +9,11 @@ from typing import Any
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.figure import draw_lines
 from fewkeys.report.headline import crossing
-from fewkeys.report.style import halo, logarithmic, save, say, sheet, upright
+from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
 from fewkeys.report.table import show
 
 DROP = ("quartiles", "heads", "peak MB")
-"""Columns that narrow terminals leave out, in this order; the JSON has them."""
-
+"""Columns that narrow terminals leave out, in this order."""
 NOTES = {
     "ms": "ms: median.",
     "exact / plan": "exact / plan: median of the ratios, turn by turn.",
@@ -48,62 +47,50 @@ def _cells(row: Timing) -> dict[str, str]:
 
 
 def headline(settings: Mapping[str, Any], heads: int) -> str:
-    """A line that says what was timed, from the settings in bench.json."""
+    """What was timed, from the settings in bench.json."""
     modes = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
     return f"{heads} heads, {settings['dtype']}{modes}"
 
 
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Milliseconds per head against tokens, both logarithmic, as PNG and PDF. Needs matplotlib.
+    """Draw milliseconds per head against tokens, both logarithmic, as PNG and PDF. Needs matplotlib.
 
-    A vertical line marks the length from which a plan is faster than exact attention.
+    A vertical line marks the length from which a plan is faster than exact attention, interpolated between logarithms.
     """
     figure, (axes,) = sheet("Time of attention", title, names=1.5)
-    names = dict.fromkeys(row.name for row in rows)
-    lines = {name: [(row.length, row.ms / row.heads) for row in _of(rows, name)] for name in names}
-    lengths = sorted({float(row.length) for row in rows})
+    timings: dict[str, list[Timing]] = {}
+    for row in sorted(rows, key=lambda row: row.length):
+        timings.setdefault(row.name, []).append(row)
+    lines = {name: [(row.length, row.ms / row.heads) for row in of_plan] for name, of_plan in timings.items()}
     say(axes, "tokens", "ms per head")
-    looks = draw_lines(axes, lines, lengths)
-    for name in names:
-        where = crossover(rows, name)
-        if where is not None:
-            upright(axes, where, f"as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", looks[name].color)
+    looks = draw_lines(axes, lines, sorted({float(row.length) for row in rows}))
+    for name, of_plan in timings.items():
+        start = None if name == "exact" else crossing([(row.length, row.ratio) for row in of_plan])
+        if start is not None:
+            upright(axes, start, f"as fast as exact at {float(f'{start:.2g}'):,.0f} tokens", looks[name].color)
     save(figure, path)
 
 
-def crossover(rows: Sequence[Timing], name: str) -> float | None:
-    """The length from which the plan is faster than exact attention, interpolated between logarithms.
-
-    None if it is faster, or slower, at every length.
-    """
-    return None if name == "exact" else crossing([(row.length, row.ratio) for row in _of(rows, name)])
-
-
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Mean relative output error against milliseconds at the greatest length, as PNG and PDF. Needs matplotlib.
+    """Draw the mean relative output error against milliseconds at the greatest length, as PNG and PDF.
 
-    Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line:
-    its error is zero.
+    Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention, without an error,
+    is a vertical line. Needs matplotlib.
     """
     length = max(row.length for row in rows)
     figure, (axes,) = sheet(
         f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query", names=1.5
     )
-    last = [row for row in rows if row.length == length]
+    last = sorted((row for row in rows if row.length == length), key=lambda row: row.ms)
     exact = next(row.ms for row in last if row.name == "exact")
     lines: dict[str, list[tuple[float, float]]] = {}
-    shown = [(row.name.partition(":"), row.ms, row.error) for row in sorted(last, key=lambda row: row.ms) if row.error]
-    for (name, _, slots), ms, error in shown:
-        lines.setdefault(name, []).append((ms, error))
-        axes.annotate(
-            slots, (ms, error), xytext=(6, 4), textcoords="offset points", fontsize=8, zorder=5, path_effects=halo()
-        )
+    for row in last:
+        if row.error:
+            name, _, slots = row.name.partition(":")
+            lines.setdefault(name, []).append((row.ms, row.error))
+            label(axes, slots, (row.ms, row.error), (6, 4), fontsize=8)
     say(axes, "ms", "mean relative output error")
     draw_lines(axes, lines)
     upright(axes, exact, "exact attention: error 0", "#000000", strong=True)
-    logarithmic(axes, "x", [exact, *(ms for _, ms, _ in shown)])
+    logarithmic(axes, "x", [exact, *(row.ms for row in last if row.error)])
     save(figure, path)
-
-
-def _of(rows: Sequence[Timing], name: str) -> list[Timing]:
-    return sorted((row for row in rows if row.name == name), key=lambda row: row.length)

@@ -1,4 +1,4 @@
-"""The common style of all figures: panels side by side, plain numbers on the axes, a legend beside each panel."""
+"""The common style of all figures: panels, plain numbers on the axes, a legend beside each panel."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Look:
     width: float = 1.6
     marker: str = "o"
 
+    def options(self) -> dict[str, Any]:
+        """The style in matplotlib's words."""
+        line = {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
+        return line | {"marker": self.marker, "markersize": 7 if self.width > 3 else 4.5}
+
 
 def sheet(
     title: str,
@@ -40,14 +45,12 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a heading and rows x columns panels of about `size` inches, each with `names` inches for a legend.
 
-    No global state of matplotlib is used, so it works without a display and beside other plots.
+    It uses no global state of matplotlib: it works without a display and beside other plots.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     inches = (columns * (size[0] + names), rows * (size[1] + 0.5) + 0.6)
     figure = Figure(figsize=inches, dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n{subtitle}".strip(), x=0.01, ha="left", fontsize=10, parse_math=False)
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes in panels:
@@ -66,23 +69,19 @@ def say(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
     """One line with its markers; broad lines are above the others."""
-    axes.plot(x, y, **_of(look), zorder=2 + look.width / 2, **more)
-
-
-def _of(look: Look) -> dict[str, Any]:
-    size = 7 if look.width > 3 else 4.5
-    return {
-        "color": look.color, "linestyle": look.dash, "linewidth": look.width, "marker": look.marker, "markersize": size
-    }  # fmt: skip
+    axes.plot(x, y, **look.options(), zorder=2 + look.width / 2, **more)
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
-    """A dashed vertical line with a label on its left, which ends at `top` of the height."""
+    """A dashed vertical line with a label on its left, from `top` of the height down."""
     axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
-    axes.annotate(
-        words, (x, top), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
-        fontsize=8.5, color=color, ha="right", va="top", zorder=5, path_effects=halo(),
-    )  # fmt: skip
+    place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+    label(axes, words, (x, top), (-3, 0), **place, rotation=90, fontsize=8.5, color=color)
+
+
+def label(axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
+    """Words beside a point, at an offset in points."""
+    axes.annotate(words, at, xytext=offset, textcoords="offset points", zorder=5, path_effects=halo(), **more)
 
 
 def halo() -> list[Any]:
@@ -93,7 +92,7 @@ def halo() -> list[Any]:
 
 
 def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
-    """A logarithmic axis ("x" or "y") around the values, with plain numbers at `marks`, or at 1, 2, 5, 10, ..."""
+    """Make an axis ("x" or "y") logarithmic, with numbers at `marks`, or at 1, 2, 5, 10, ..."""
     low, high = min(values) / 1.12, max(values) * 1.12
     steps = [m * 10.0**e for e in range(-6, 8) for m in (1, 2, 5)] if marks is None else marks
     shown = [step for step in steps if low <= step <= high]
@@ -104,18 +103,18 @@ def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[
 
 
 def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """A legend on the right of the panel, in the order in which the lines end there."""
+    """A legend on the right of the panel, in the order of the lines' ends."""
     from matplotlib.lines import Line2D
 
     names = sorted(ends, key=lambda name: -ends[name][1])
-    handles = [Line2D([], [], **_of(looks[name])) for name in names]
+    handles = [Line2D([], [], **looks[name].options()) for name in names]
     legend = axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write the figure as PNG and as PDF, whole or not at all: the same bytes for the same figure."""
+    """Write the figure as PNG and as PDF: the same bytes for the same figure."""
     for suffix, date in (("png", "Software"), ("pdf", "CreationDate")):
         drawn = io.BytesIO()
         figure.savefig(drawn, format=suffix, metadata={date: None})
@@ -123,7 +122,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an element of a page, with its text as text."""
+    """The figure as an element of an HTML page."""
     from matplotlib import rc_context
 
     drawn = io.StringIO()

@@ -1,4 +1,4 @@
-"""Tables for the terminal: that of a comparison, and the best plan for each budget."""
+"""Tables for the terminal: a comparison, and the best plan for each budget."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from fewkeys.judge.result import Report, Row
 from fewkeys.report.headline import headline
 
 DROP = ("recall", "p50", "worst head", "p90", "mass", "ms", "slots")
-"""Columns that narrow terminals leave out, in this order; the JSON has them."""
+"""Columns that narrow terminals leave out, in this order."""
 WIDE = 116
 """Characters in a line if there is no terminal."""
+AT = "ms at {:,}"
+"""The column of a whole model's time at a length."""
+TIMED = (
+    "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer. A dash: "
+    "not timed."
+)
 
 
 def show(
@@ -25,34 +31,29 @@ def show(
     drop: Sequence[str] = (),
     headings: Mapping[int, str] | None = None,
 ) -> str:
-    """The text of a table that is as wide as the terminal, with the notes on those columns that it shows."""
+    """The text of a table as wide as the terminal or `width`, with the notes on the columns that it shows."""
     width = width or shutil.get_terminal_size((WIDE, 24)).columns
     lines, names = aligned(rows, width=width, drop=drop, headings=headings)
-    explained = " ".join(note for name, note in (notes or {}).items() if name in names)
-    return "\n".join([*textwrap.wrap(title, width), *lines, *textwrap.wrap(explained, width)])
+    note = " ".join(text for name, text in (notes or {}).items() if name in names)
+    return "\n".join([*textwrap.wrap(title, width), *lines, *textwrap.wrap(note, width)])
 
 
 def print_table(report: Report, width: int | None = None) -> None:
-    """Print the table, the notes that explain it, the skipped plans, and the best plan for each budget.
+    """Print the table with its notes, the skipped plans, and the best plan for each budget.
 
     The table is as wide as the terminal, or `width` characters.
     """
-    rows = sorted_rows(report)
-    starts = {number: rows[number].budget for number in range(len(rows))}
-    headings = {
-        number: f"{budget} slots"
-        for number, budget in starts.items()
-        if budget is not None and budget != starts.get(number - 1)
-    }
-    named = [{"plan": f"  {cell.pop('plan')}", **cell} for cell in cells(report)]
+    budgets = [row.budget for row in sorted_rows(report)]
+    headings = {budgets.index(budget): f"{budget} slots" for budget in set(budgets) if budget is not None}
+    indented = [{**row, "plan": f"  {row['plan']}"} for row in cells(report)]
     middle = [AT.format(length) for length in lengths(report)[1:-2]]
     drop = (*middle, *DROP, *(["cosine"] if report.whole_times else []))
-    print(show(named, title=title(report), notes=notes(report), width=width, drop=drop, headings=headings))
+    print(show(indented, title=title(report), notes=notes(report), width=width, drop=drop, headings=headings))
     print("\n".join([*skipped(report), "", *advice(report), "", headline(report)]))
 
 
 def sorted_rows(report: Report) -> list[Row]:
-    """The rows of one budget together."""
+    """The rows, those of one budget together."""
     budgets = list(dict.fromkeys(row.budget for row in report.rows))
     return sorted(report.rows, key=lambda row: budgets.index(row.budget))
 
@@ -62,26 +63,21 @@ def lengths(report: Report) -> list[int]:
     return sorted({item.length for item in report.whole_times})
 
 
-AT = "ms at {:,}"
-"""The column of a whole model's time at a length."""
-TIMED = (
-    "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer. A dash: "
-    "not timed."
-)
-
-
 def title(report: Report) -> str:
     """The model and its text in one line: no date, no path."""
     name = report.model.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or report.model
     sequences = "1 sequence" if report.sequences == 1 else f"{report.sequences} sequences"
-    whole = report.tokens == report.sequences * report.length
-    size = f"{sequences} × {report.length} tokens" if whole else f"{sequences}, {report.tokens} tokens"
-    return f"{name} · {size} · {report.layers} layers × {report.query_heads} heads"
+    equal = report.tokens == report.sequences * report.length
+    tokens = f" × {report.length} tokens" if equal else f", {report.tokens} tokens"
+    return f"{name} · {sequences}{tokens} · {report.layers} layers × {report.query_heads} heads"
 
 
 def notes(report: Report) -> dict[str, str]:
     """The meaning of each column."""
     batch, heads, length, _ = report.settings["timed_shape"]
+    time = {"speed": "speed: exact attention's time / the plan's."}
+    if report.whole_times:
+        time = {AT.format(max(lengths(report))): TIMED}
     return {
         "slots": "slots: keys that a query attends to, plus the cost of stand-ins, on average.",
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
@@ -91,23 +87,22 @@ def notes(report: Report) -> dict[str, str]:
         "mass": "mass: exact attention weight on the kept keys.",
         "recall": f"recall: share of exact weights >= {report.settings['eps']:g} that are kept.",
         "cosine": "cosine: mean-pooled last hidden states, every layer approximated, against the exact model.",
-        **(
-            {AT.format(max(lengths(report))): TIMED}
-            if report.whole_times
-            else {"speed": "speed: exact attention's time / the plan's."}
-        ),
+        **time,
         "plan": "(oracle): computes every score to pick its keys; a reference, not a method. *: the method with the "
         "least error within its budget of slots.",
     }
 
 
 def skipped(report: Report) -> list[str]:
-    """The plans without a row, each with its reason and the budgets it concerns."""
+    """The plans without a row, each with the budgets and the reason."""
     budgets: dict[tuple[str, str], list[str]] = {}
     for item in report.skipped:
         budgets.setdefault((item.name, item.reason), []).append("" if item.budget is None else str(item.budget))
-    at = {key: f" at {', '.join(numbers)} slots" if any(numbers) else "" for key, numbers in budgets.items()}
-    return [f"left out: {name}{at[name, reason]}: {reason}" for name, reason in budgets]
+    lines = []
+    for (name, reason), numbers in budgets.items():
+        at = f" at {', '.join(numbers)} slots" if any(numbers) else ""
+        lines.append(f"left out: {name}{at}: {reason}")
+    return lines
 
 
 def advice(report: Report) -> list[str]:
@@ -122,21 +117,19 @@ def advice(report: Report) -> list[str]:
         line = f"{where}: {row.name} [{row.plan}], error {row.error:.3f}"
         if bound is not None and bound.error > 0:
             line += f" = {row.error / bound.error:.2f} × the best oracle's"
-        lines.append(f"{line}{'' if report.whole_times else _speed(row)}.")
+        if not report.whole_times:
+            fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
+            speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
+            line += f"; {speed} exact attention at this length"
+        lines.append(f"{line}.")
     return lines
 
 
-def _speed(row: Row) -> str:
-    fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
-    speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
-    return f"; {speed} exact attention at this length"
-
-
 def cells(report: Report) -> list[dict[str, str]]:
-    """The table's cells by the names of their columns, for `sorted_rows`. Columns without any number are left out."""
+    """The cells of `sorted_rows` by the names of their columns. Columns without any number are left out."""
     rows = [_cells(report, row) for row in sorted_rows(report)]
-    empty = [name for name in (rows[0] if rows else ()) if all(row[name] == "-" for row in rows)]
-    return [{name: cell for name, cell in row.items() if name not in empty} for row in rows]
+    filled = {name for row in rows for name, cell in row.items() if cell != "-"}
+    return [{name: cell for name, cell in row.items() if name in filled} for row in rows]
 
 
 def _cells(report: Report, row: Row) -> dict[str, str]:
@@ -155,10 +148,7 @@ def _cells(report: Report, row: Row) -> dict[str, str]:
     }
     if not report.whole_times:
         return shown | {"ms": f"{row.ms:.1f}", "speed": f"{row.exact_ms / row.ms:.2f}×"}
+    times = {item.length: item.ms for item in report.times_of(row)}
     if row.kind == "exact":
         times = {item.length: item.exact_ms for item in report.whole_times}
-    else:
-        times = {item.length: item.ms for item in report.times_of(row)}
-    return shown | {
-        AT.format(length): f"{times[length]:,.0f}" if length in times else "-" for length in lengths(report)
-    }
+    return shown | {AT.format(n): f"{times[n]:,.0f}" if n in times else "-" for n in lengths(report)}
