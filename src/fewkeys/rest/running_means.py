@@ -1,4 +1,4 @@
-"""Means of the past: a fixed number of stand-ins for every key that a causal plan has evicted."""
+"""Means of the past: a fixed number of stand-ins for all keys that a causal plan has evicted."""
 
 from __future__ import annotations
 
@@ -10,40 +10,32 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import scan
 from fewkeys.past.state import State
-from fewkeys.rest.base import BlockStandIns, Rest
+from fewkeys.rest.base import BlockStandIns, Counted
 from fewkeys.select.base import Recent, Selector
 
 
 @dataclass(frozen=True)
-class RunningMeans(Rest):
+class RunningMeans(Counted):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
-    Beside `RecentBlocks`, and as many `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`) as wanted: when
-    a block of queries begins, the keys that no list holds any more are absorbed by a summary of `count` means, in
-    which the cheapest are merged (`fewkeys.past.summary` has the equations). The metric knows the queries up to the
-    block's beginning. What is absorbed never comes back and nothing later changes it, so a block's stand-ins are the
-    same whether a sequence is given whole, in pieces (`fewkeys.stream`) or token by token.
+    Beside `RecentBlocks` and any number of `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`). When a block
+    of queries begins, a summary of `count` means absorbs the keys that no list holds any more, and merges the means
+    whose merging costs least (`fewkeys.past.summary` has the equations). Its metric is that of the queries before the
+    block. Absorbed keys never return, so a block's stand-ins are the same whether a sequence comes whole, in pieces
+    (`fewkeys.stream`) or token by token.
 
-    The number of stand-ins is fixed whatever the length; memory for a whole sequence is count / block times that of
-    the keys and values. Slots: count. Cost O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means;
-    clusters and weights are choices and carry none.
+    Memory for a whole sequence is count / block times that of the keys and values. Slots: count. Cost
+    O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through the choice of clusters and
+    weights.
     """
 
-    count: int
     causal: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_count("RunningMeans count", self.count)
-
-    def slots(self, head_dim: int, value_dim: int) -> float:
-        return float(self.count)
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         block = _recent(keep)[0].size
@@ -55,15 +47,15 @@ class RunningMeans(Rest):
         return self.count
 
     def check_beside(self, keep: Selector) -> None:
-        recent, facts = _recent(keep), [part.remembered for part in keep.parts]
-        if len(recent) != 1 or not all(fact is not None and not fact.latest for fact in facts):
+        remembered = [part.remembered for part in keep.parts]
+        if len(_recent(keep)) != 1 or any(part is None or part.latest for part in remembered):
             raise ValueError(
                 "keep: RunningMeans takes up whole blocks of keys as they leave RecentBlocks; expected one "
                 f"RecentBlocks and, beside it, Sinks, got {keep}"
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
-        x, columns = inputs, blocks_of(graph)
+        x, columns = inputs, _blocks_of(graph)
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         has_query = _real_queries(x)
@@ -75,15 +67,17 @@ class RunningMeans(Rest):
             Evicted.by_lists(x, columns),
             tilted=isinstance(weights, Softmax),
         )
-        return BlockStandIns(states, x.head_dim)
+        key, value = states.rows.split([x.head_dim, x.value_dim], -1)
+        return BlockStandIns(key, value, states.excess, states.size)
 
 
 def _recent(keep: Selector) -> list[Recent]:
-    return [fact.recent for part in keep.parts if (fact := part.remembered) is not None and fact.recent is not None]
+    remembered = (part.remembered for part in keep.parts)
+    return [part.recent for part in remembered if part is not None and part.recent is not None]
 
 
-def blocks_of(graph: Graph) -> Columns:
-    """The lists of a graph whose edges are all lists by blocks, as stand-ins of the past require."""
+def _blocks_of(graph: Graph) -> Columns:
+    """The lists of a graph without other edges."""
     if graph.columns is None or graph.band is not None or graph.rows is not None or graph.full:
         raise ValueError(
             "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "

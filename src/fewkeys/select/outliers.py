@@ -79,7 +79,7 @@ class Outliers(Counted):
             facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
             facts |= {"distance": clusters(x, self.clusters).distance}
             index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
-            half_variance(x, parts, variance)
+            x.remember(("half_variance", parts), lambda: variance)
         else:
             index, used = best(x, parts, self.common(x, parts), self.count, bias)
         return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))

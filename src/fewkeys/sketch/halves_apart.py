@@ -1,8 +1,8 @@
 """The sets of `fewkeys.sketch.halves` for rows that are distributed over processes.
 
-Rows are not moved. All processes get the same sample of every set, and so the same direction. They find the median
-score by radix selection. The traffic does not depend on the number of rows: for each of `count` sets about twice
-`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+Rows are not moved. All processes get the same sample of every set, so the same direction, and find the median score by
+radix selection. The traffic does not depend on the number of rows: for each of `count` sets about twice `SPLIT_SAMPLE`
+rows, and 256 numbers for every byte of a score.
 
 Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the order of all rows, the first runs of all
 processes come before the second ones. A label (R, G, m) is the set of every row of this process.
@@ -46,9 +46,7 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
 
 
 def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, from every `step`-th row
-    of a set.
-    """
+    """`halves.described` of the sets that labels give."""
     place, _ = places(label, count, totals)
     flat, label = rows.flatten(1, 2), label.flatten(1)
     sampled = (place.flatten(1) % step == 0).to(rows.dtype)
