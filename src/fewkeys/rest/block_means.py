@@ -82,5 +82,5 @@ def _sums(*parts: Tensor) -> Tensor:
 
 def block_sums(rows: Tensor) -> Tensor:
     """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X), each taken in float32 or better."""
-    sums: Tensor = rows.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
-    return sums.double()
+    blocks = rows.unflatten(-2, (-1, BLOCK))
+    return torch.sum(blocks, -2, dtype=torch.promote_types(rows.dtype, torch.float32)).double()

@@ -33,8 +33,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
     middle, together = frame(x).mean, sums.together
     if together is not None and compiled_at_once(x, x.key, x.value, cohort.mean):
-        tensors = {"mass": sums.mass, "energy": sums.energy, "level": sums.importance}
-        tensors |= {"key": sums.key, "value": sums.value, "together": together}
+        tensors = {name: rows for name, rows in vars(sums).items() if name != "size"}
         tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)
@@ -46,7 +45,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         on_key = offset @ cohort.within.unsqueeze(2)
         square, mean_query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
         importance = (offset * mean_query).sum(-1) + 0.5 * square
-        bias = (COHORT_TILT * (sums.importance - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
+        bias = (COHORT_TILT * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
     if together is None:
         return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label)

@@ -118,24 +118,20 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 def frame(inputs: Inputs) -> Frame:
     """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled_at_once(inputs, key, value):
-        compiled_frame = _compiled_frame(inputs, key, value)
-        if compiled_frame is not None:
-            return compiled_frame
+    if compiled_at_once(inputs, key, value) and (compiled := _compiled_frame(inputs, key, value)) is not None:
+        return compiled
     moments = query_moments(inputs)
-    second = moments.second
-    root = triangular_root(second, RIDGE)
-    totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
+    second, root = moments.second, triangular_root(moments.second, RIDGE)
+    dtype, count = second.dtype, second.new_full((1, 1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
-        count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
+        count = inputs.valid.sum(-1)[:, None, None, None].clamp_min(1)
+    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, dtype=dtype).square()[..., None, None]
     sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
-    key_sum, value_sum, square = (totals.sum(part) for part in sums)
-    key_mean, value_mean, square = key_sum / count.unsqueeze(-1), value_sum / count.unsqueeze(-1), square / count
-    square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
-    unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+    mean, value_mean, mean_square = (inputs.whole.totals.sum(part) / count for part in sums)
+    variance = mean_square - value_mean.square().sum(-1, keepdim=True)
+    unit = variance.clamp_min(torch.finfo(dtype).tiny).rsqrt()
     form = torch.cat([root.mT, moments.mean], 2)
-    return Frame(key_mean, value_mean, root, unit, form, form @ key_mean.mT)
+    return Frame(mean, value_mean, root, unit, form, form @ mean.mT)
 
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
@@ -247,7 +243,6 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight = weight.masked_fill(hidden, 0.0)
-        on_query, on_value = (rows.masked_fill(hidden.unsqueeze(-1), 0.0) for rows in (on_query, on_value))
     # The sample is small: each of several processes takes the same steps on all of it.
     parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, real_importance))
     on_query, on_value, importance, weight, real_importance = parts

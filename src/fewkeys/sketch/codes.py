@@ -164,9 +164,8 @@ def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
     """(B, Hq, Nq, N), int32, for `rounded` queries and keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
     by_head = query.unflatten(1, (level.shape[1], -1))
     total = by_head.float().flatten(2, 3) @ level.mT
-    score = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
-    by_query: Tensor = score.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-    return by_query
+    score: Tensor = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
+    return score.view(*query.shape[:3], level.shape[2])
 
 
 def largest(score: Tensor, count: int) -> Tensor:

@@ -23,8 +23,7 @@ def gram(rows: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of small matrices, summed in float64: the bits do not depend on the number of threads."""
-    result: Tensor = (left.double() @ right.double()).to(left.dtype)
-    return result
+    return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
 def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
@@ -41,8 +40,7 @@ def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
     floor = max(tolerance, matrix.shape[-1] * info.eps)
     keep = values > floor * values.amax(-1, keepdim=True).clamp_min(info.tiny)
     inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-    by_eigenvalues: Tensor = (vectors * inverse.unsqueeze(-2)).to(matrix.dtype)
-    return by_eigenvalues
+    return torch.mul(vectors, inverse.unsqueeze(-2)).to(matrix.dtype)
 
 
 def cholesky_whitener(matrix: Tensor) -> Tensor | None:

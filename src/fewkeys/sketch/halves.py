@@ -20,12 +20,11 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     half. Large sets use every s-th row for u. Rows of a set stay in their order; unused places come last in the last
     sets.
     """
-    sets, rest = rows.shape[0], -rows.shape[1] % count
-    place = pad(torch.arange(rows.shape[1], device=rows.device), (0, rest), value=-1).expand(sets, -1)
-    size = place.shape[1]
-    rows = pad(rows, (0, 0, 0, rest))
-    while size > place.shape[1] // count:
-        parts, real = rows.reshape(-1, size, rows.shape[-1]), (place >= 0).reshape(-1, size)
+    (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
+    place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
+    size, rows = many + fill, pad(rows, (0, 0, 0, fill))
+    while size > (many + fill) // count:
+        parts, real = rows.reshape(-1, size, dim), (place >= 0).reshape(-1, size)
         metrics = metric.repeat_interleave(parts.shape[0] // sets, 0)
         step = sample_step(size)
         along = direction(parts[:, ::step], real[:, ::step], metrics)
@@ -35,8 +34,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
         rows = parts.gather(1, order.unsqueeze(-1).expand_as(parts)).reshape(rows.shape)
         place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
         size //= 2
-    result: Tensor = place.unflatten(1, (count, -1))
-    return result
+    return place.reshape(sets, count, size)
 
 
 def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
     Without gradient, (B, Hkv, H, C): `mass`; `energy`, of `k_j^T W k_j`; `size`, the number of these keys;
-    `importance`, g_hc. With gradient: `key` (B, Hkv, H, C, D), of centred keys; `value` (B, Hkv, H, C, Dv); `together`
+    `level`, g_hc. With gradient: `key` (B, Hkv, H, C, D), of centred keys; `value` (B, Hkv, H, C, Dv); `together`
     (B, Hkv, D, Dv), of products of centred keys and values over all clusters and cohorts, or None.
     """
 
@@ -45,7 +45,7 @@ class Tilted:
     size: Tensor
     key: Tensor
     value: Tensor
-    importance: Tensor
+    level: Tensor
     together: Tensor | None
 
 
@@ -72,28 +72,28 @@ def tilted_sums(
     Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": clusters.label, "half_variance": half_variance(x, cohorts), "middle": frame(x).mean}
-    facts |= {"mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
-    args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
+    facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
+    facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
+    args = TiltArgs(facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
         kernels = _ByKernels.apply if wants_gradient(x.key, x.value) else _by_kernels
         sums = kernels(x.key, x.value, args)
     else:
         sums = _by_torch(x.key, x.value, args)
-    mass, energy, size, key, value = map(totals.sum, sums[:5])
-    return Tilted(mass, energy, size, key, value, sums[5], None if sums[6] is None else totals.sum(sums[6]))
+    *by_cluster, level, products = sums
+    mass, energy, size, key, value = map(totals.sum, by_cluster)
+    return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
 
 
 @dataclass(frozen=True, eq=False)
 class TiltArgs:
-    """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
+    """Arguments of the sums over `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk); "middle", the mean key; "mean"
-    and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
+    `facts`: "real" (B, Nk) or None, which keys are; "label" (B, Hkv, Nk), the cluster of each key; "half_variance"
+    (B, Hkv, Nk); "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
     """
 
-    real: Tensor | None
-    facts: dict[str, Tensor]
+    facts: dict[str, Any]
     count: int
     together: bool
     totals: Totals
@@ -105,15 +105,14 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     facts, label = args.facts, args.facts["label"]
+    centred, values = working(key) - facts["middle"], working(value)
     with constants():
-        centred_key = working(key.detach()) - facts["middle"]
-        level = _levels(centred_key, args)
-        e = _weights(centred_key, args, level)
+        level = _levels(centred.detach(), args)
+        e = _weights(centred.detach(), args, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
         size = _sizes(args, level)
-    centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
         """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
@@ -134,8 +133,8 @@ def _sizes(args: TiltArgs, level: Tensor) -> Tensor:
 
 def _real_keys(args: TiltArgs) -> Tensor:
     """(B, Hkv, Nk): 1 for real keys, 0 for padding."""
-    spread = args.facts["half_variance"]
-    return torch.ones_like(spread) if args.real is None else args.real[:, None].to(spread.dtype).expand_as(spread)
+    spread, real = args.facts["half_variance"], args.facts["real"]
+    return torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
 
 
 def _levels(centred: Tensor, args: TiltArgs) -> Tensor:
@@ -148,24 +147,24 @@ def _levels(centred: Tensor, args: TiltArgs) -> Tensor:
     total = spread.new_zeros((*size.shape, centred.shape[-1])).scatter_add(2, where, centred * real_keys.unsqueeze(-1))
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
-    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
+    level: Tensor = facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
+    return level
 
 
 def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     facts = args.facts
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
-    importance = facts["mean"] @ centred.mT + facts["half_variance"].unsqueeze(2)
+    importance: Tensor = facts["mean"] @ centred.mT + facts["half_variance"].unsqueeze(2)
     e = importance.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
-    if args.real is not None:
-        e.mul_(args.real[:, None, None])
+    if facts["real"] is not None:
+        e.mul_(facts["real"][:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
     return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
 def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-    facts = {**args.facts, "real": args.real}
-    return native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+    return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
 
 
 class _ByKernels(torch.autograd.Function):
@@ -191,6 +190,6 @@ class _ByKernels(torch.autograd.Function):
                 return key_sum, value_sum, products
 
             return *gradients_by_torch(sums, (key, value), of_sums), None
-        facts = {**args.facts, "real": args.real, "level": level}
+        facts = args.facts | {"level": level}
         results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
