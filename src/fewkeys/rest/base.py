@@ -1,4 +1,4 @@
-"""The base of all rests, rules that summarise the keys a query does not keep, and the stand-ins that they make."""
+"""The base of all rests, and the stand-ins that they make."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:
 def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
     """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`.
 
-    It has the size of the values, however large the scores are: no precision is lost to large numbers that cancel.
+    It has the size of the values, whatever the scores: no precision is lost by cancellation.
     """
     middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
     return (along - middle).clamp(-reach, reach)

@@ -65,7 +65,7 @@ class Selector(Listed, ABC):
     """
 
     is_oracle: ClassVar[bool] = False
-    """Whether the rule scores every pair, so that it costs as much as exact attention."""
+    """Whether the rule scores every pair, at the cost of exact attention."""
     beside_cohorts: ClassVar[bool] = False
     """Whether the rule chooses by position alone, so that it may be combined with lists of cohorts."""
 
@@ -74,7 +74,7 @@ class Selector(Listed, ABC):
         """The kept edges. No gradient flows through the choice."""
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        """`kept` united with the edges of the rule, which may choose other keys because `kept` already has some."""
+        """`kept` united with the edges of the rule, which may depend on `kept`."""
         return kept | self.select(inputs)
 
     @abstractmethod
@@ -220,10 +220,18 @@ def united(parts: Sequence[Selector]) -> Selector:
 
 def shared_top(inputs: Inputs, score: Tensor, count: int) -> Graph:
     """The graph in which all queries keep the `count` valid keys of largest `score` (B, Hkv, Nk)."""
-    if inputs.valid is not None:
-        score = score.masked_fill(~inputs.valid[:, None], -torch.inf)
-    top = score.topk(min(count, inputs.keys), -1)
+    index, used = top_places(of_valid(inputs, score), count)
+    return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
+
+
+def of_valid(inputs: Inputs, score: Tensor) -> Tensor:
+    """Scores (B, Hkv, Nk), -inf for padding."""
+    return score if inputs.valid is None else score.masked_fill(~inputs.valid[:, None], -torch.inf)
+
+
+def top_places(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of the `count` largest scores (..., N), and which are used: those above -inf."""
+    top = score.topk(min(count, score.shape[-1]), -1)
     # Sorted places: the order of summation must not depend on the scores.
     index, order = top.indices.sort(-1)
-    used = (top.values > -torch.inf).gather(-1, order)
-    return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
+    return index, (top.values > -torch.inf).gather(-1, order)

@@ -30,10 +30,10 @@ class Leverage(Selector):
         count: keep the `count` largest scores, or
         eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
             `|s|^2` holds every entry >= eps of any query.
-        centre: subtract the mean key first. A common offset of all keys cancels in softmax but dominates raw scores;
-            centring voids the guarantee for `|s|^2`, so it cannot be combined with `eps`.
-        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and with `eps` the set
-            holds every entry >= eps under weights `|s|^p`, `Power(p)`; at most `rank^max(1, p/2) / eps` keys.
+        centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
+            the guarantee for `|s|^2`.
+        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and the universal set is that
+            of weights `|s|^p`, `Power(p)`, at most `rank^max(1, p/2) / eps` keys.
 
     Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): after each block of keys,
     those kept so far and the new ones compete by their scores against the Gram matrix of all keys so far.
@@ -63,7 +63,6 @@ class Leverage(Selector):
 
     @property
     def sharded(self) -> Sharded:
-        # Rounding must not drop a key that sits exactly at eps.
         return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
 
     def _scores(self, inputs: Inputs) -> Tensor:
@@ -109,9 +108,7 @@ class Leverage(Selector):
 
 
 class _RunningLeverage(OnlineScore):
-    """Scores against the Gram matrix of all keys offered so far. Sums are float64: those of squares of the largest
-    float32 are finite, so keys of any size have scores.
-    """
+    """Scores against the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
     def __init__(self, key: Tensor, centre: bool) -> None:
         batch, heads, _, dim = key.shape

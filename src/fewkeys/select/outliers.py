@@ -10,15 +10,15 @@ from torch import Tensor
 import fewkeys.native as native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, shared_top
+from fewkeys.select.base import Counted, of_valid, shared_top, top_places
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
-from fewkeys.sketch.tilted import best
 
 PAIR = 0.999
 """A factor of log distances: of two keys alone in a cluster, whose scores would be equal, the more important wins."""
@@ -69,7 +69,8 @@ class Outliers(Counted):
             index, used, variance = native.best(key, args, min(self.count, x.keys), near=NEAR, power=PAIR)
             x.remember(("half_variance", parts), lambda: variance)
         else:
-            index, used = best(x, parts, self.common(x, parts), self.count, bias)
+            scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
+            index, used = top_places(scores if bias is None else scores.add_(bias), self.count)
         return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
 
     def scores(self, inputs: Inputs) -> Tensor:

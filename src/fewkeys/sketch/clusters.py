@@ -26,7 +26,7 @@ from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
-"""Keys have weights `exp(TILT * g)`: on the log scale halfway between equal weights and those of the queries."""
+"""Keys have weights `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
 RIDGE = 1e-6
 """This share of a matrix's mean diagonal is added to its diagonal before factorising."""
 LLOYD_STEPS = 2
@@ -37,8 +37,8 @@ QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers per thread in one piece of the keys: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
-"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), down to half as many if these are more
-than FEW_KEYS and a quarter of the sequence; all keys are assigned at the end.
+"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), or half as many if these are more than
+FEW_KEYS and a quarter of the sequence.
 """
 
 
@@ -83,8 +83,8 @@ class KeyStatistics:
 class KeyClusters:
     """A partition of the real keys of every head.
 
-    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of those whose centres coincide; undefined for
-    padding. `distance` (B, Hkv, Nk): squared distance to the cluster's centre. `importance` (B, Hkv, C): weighted mean
+    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of equally near ones; undefined for padding.
+    `distance` (B, Hkv, Nk): squared distance to the cluster's centre. `importance` (B, Hkv, C): weighted mean
     importance of a cluster's keys.
     """
 
@@ -135,7 +135,7 @@ def frame(inputs: Inputs) -> Frame:
 
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
-    """The frame and the query moments in one pass by a kernel; None if a factorisation fails and needs torch."""
+    """The frame and the query moments by a kernel; None if a factorisation fails and needs torch."""
     queries, count = _query_sample(inputs)
     real = [inputs.keys] * inputs.batch if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1).tolist()
     query_counts = [count] * inputs.batch if isinstance(count, int) else count.flatten().tolist()
@@ -219,7 +219,7 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 
 
 def _pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of heads, or of one head's rows, so small that `width` numbers per row stay in cache."""
+    """Slices of heads and of rows, so small that `width` numbers per row stay in cache."""
     most = PIECE * torch.get_num_threads()
     heads_at_once = max(1, most // max(1, rows * width))
     step = max(1, most // width if heads_at_once == 1 else rows)
@@ -278,7 +278,7 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
-    """Operations per key, for `Work.shared`: Lloyd's steps on a sample, one assignment and the sums over all keys."""
+    """Operations per key, for `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
     used = min(1.0, _sampled(count)[1] / inputs.keys)
     operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
     return {f"{count} clusters": operations}

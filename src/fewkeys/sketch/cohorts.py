@@ -59,9 +59,7 @@ class Cohorts:
 
 @statistic
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
-    """The queries in `count` cohorts, a power of two; in fewer if cohorts would have too few queries (`_at_most`). Cost
-    O(n D log count).
-    """
+    """The queries in `count` cohorts, a power of two, or fewer (`_at_most`). Cost O(n D log count)."""
     x, real, subset = inputs, inputs.valid_queries, sample_keys(inputs, *METRIC_SAMPLE)
     key = working(subset.take(x.key.detach()))
     if x.shard is not None:
@@ -101,7 +99,7 @@ def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
 def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> Cohorts:
     """The cohorts of rows (B, H, m, D), all real; `real` (B, M): which of the keys (B, H, M, D) are.
 
-    By the metric G, `(q - q')^T G (q - q')` is the sum, over these keys, of squared differences of scores.
+    In the metric, the squared distance of two queries is the sum over these keys of squared differences of scores.
     """
     batch, heads, total, dim = rows.shape
     count, step, scale = _at_most(count, total), max(1, total // QUERY_SAMPLE), inputs.scale

@@ -20,10 +20,7 @@ BYTE = 8
 
 
 def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Tensor:
-    """The labels of rows in the `count` sets that `halves.split` makes of all rows; `metric` (R, F, F).
-
-    Rounding may move scores near the median to its other side.
-    """
+    """The labels of rows in the `count` sets of `halves.split`, up to the rounding of scores; `metric` (R, F, F)."""
     rounds, runs, _, dim = rows.shape
     label = torch.zeros(rows.shape[:3], dtype=torch.int64, device=rows.device)
     sets, size = 1, 0
@@ -32,7 +29,7 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
         size = size or -(-int(real.max()) // count) * count
         step = sample_step(size)
         slots = -(-size // step)
-        # Rows outside the sample go to an extra last place.
+        # The last slot is for rows outside the sample.
         slot = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
         sample = rows.new_zeros((rounds, sets * slots + 1, dim))
         sample.scatter_(1, slot.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
@@ -70,9 +67,8 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows (R, G, m) have one of the `rank` smallest scores of their set; among equal scores the first rows.
-
-    `real` (R, sets): the number of rows of each set.
+    """Which rows (R, G, m) have one of the `rank` smallest scores of their set, which has `real` (R, sets) rows; the
+    first of equal ones.
     """
     number, sets = ordered(score), real.shape[1]
     left, prefix = torch.full_like(real, rank), torch.zeros_like(real)

@@ -15,9 +15,8 @@ PART = 4
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M).
-
-    `real` (B, M) marks those that are real; None: all.
+    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M); and which of these
+    are `real` (B, M), None: all.
     """
 
     stride: int = 1
@@ -26,7 +25,7 @@ class Subset:
     real: Tensor | None = None
 
     def take(self, rows: Tensor) -> Tensor:
-        """The chosen rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
+        """These rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
         if self.index is None:
             rows = rows[:, :, self.start :: self.stride]
         else:

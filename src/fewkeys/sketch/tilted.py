@@ -1,4 +1,4 @@
-"""For every cohort of queries, the keys that it should keep, and sums over the other keys with the cohort's weights.
+"""For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the keys of
 a cluster have the weights
@@ -47,21 +47,6 @@ class Tilted:
     value: Tensor
     level: Tensor
     together: Tensor | None
-
-
-def best(
-    inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j + bias_hj`, offset (B, Hkv, Nk), bias
-    (B, Hkv, H, Nk) or none: places (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
-    """
-    x, count = inputs, min(count, inputs.keys)
-    if x.valid is not None:
-        offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    scores = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2))
-    top = (scores if bias is None else scores.add_(bias)).topk(count, -1)
-    index, order = top.indices.sort(-1)
-    return index, (top.values > -torch.inf).gather(-1, order)
 
 
 def tilted_sums(
