@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
@@ -55,7 +55,12 @@ class RunningMeans(Counted):
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
-        x, columns = inputs, _blocks_of(graph)
+        x, columns = inputs, graph.columns
+        if columns is None or graph.band is not None or graph.rows is not None or graph.full:
+            raise ValueError(
+                "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
+                "window or a rule with a list for every query"
+            )
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         has_query = _real_queries(x)
@@ -74,16 +79,6 @@ class RunningMeans(Counted):
 def _recent(keep: Selector) -> list[Recent]:
     remembered = (part.remembered for part in keep.parts)
     return [part.recent for part in remembered if part is not None and part.recent is not None]
-
-
-def _blocks_of(graph: Graph) -> Columns:
-    """The lists of a graph without other edges."""
-    if graph.columns is None or graph.band is not None or graph.rows is not None or graph.full:
-        raise ValueError(
-            "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
-            "window or a rule with a list for every query"
-        )
-    return graph.columns
 
 
 def _real_queries(inputs: Inputs) -> Tensor | None:

@@ -38,13 +38,11 @@ class UniformSample(Counted):
         priority = uniform(inputs, tuple(free.shape)).to(free.dtype).masked_fill(free == 0, torch.inf)
         order = priority.argsort(-1)
         rank = order.argsort(-1)
-        available = free.sum(-1, keepdim=True).long()
-        share = (rank * count // available.clamp_min(1)).clamp_max(count - 1)
         # With fewer free keys than shares every key is its own share.
-        share = torch.where(available < count, rank.clamp_max(count - 1), share)
-        first = torch.arange(count, device=free.device) * available
-        first = torch.where(available < count, torch.arange(count, device=free.device) * count, first)
-        index = order.gather(-1, ((first + count - 1) // count).clamp_max(inputs.keys - 1)).unsqueeze(-1)
+        available = free.sum(-1, keepdim=True).long().clamp_min(count)
+        share = (rank * count // available).clamp_max(count - 1)
+        first = (torch.arange(count, device=free.device) * available + count - 1) // count
+        index = order.gather(-1, first.clamp_max(inputs.keys - 1)).unsqueeze(-1)
         return StandIns(
             key=inputs.key.gather(-2, index.expand(-1, -1, -1, inputs.head_dim)),
             value=inputs.value.gather(-2, index.expand(-1, -1, -1, inputs.value_dim)),

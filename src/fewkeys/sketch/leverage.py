@@ -51,14 +51,11 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
     if ridge < 0 or (ridge > 0 and power != 2):
         raise ValueError(f"ridge: expected 0, or a positive number with power=2, got {ridge} with power={power}")
     check_finite(key=rows)
-    if power != 2 or (rows.dtype == torch.float64 and not ridge):
-        return sensitivity_bounds(rows, power).to(rows.dtype)
-    matrix = gram(rows)
     if ridge:
         # A ridge far below the rounding of the Gram matrix gives the pseudoinverse, its limit.
         eye = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-        return score_rows(rows, whitener(matrix + ridge * eye))
-    root = cholesky_whitener(matrix)
+        return score_rows(rows, whitener(gram(rows) + ridge * eye))
+    root = None if power != 2 or rows.dtype == torch.float64 else cholesky_whitener(gram(rows))
     if root is None:
         # float32 would treat directions below 1/400 of the strongest as absent.
         return sensitivity_bounds(rows, power).to(rows.dtype)

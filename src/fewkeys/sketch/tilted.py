@@ -92,12 +92,13 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     facts, label = args.facts, args.facts["label"]
     centred, values = working(key) - facts["middle"], working(value)
     with constants():
-        level = _levels(centred.detach(), args)
+        level, members = _levels(centred.detach(), args)
         e = _weights(centred.detach(), args, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
-        size = _sizes(args, level)
+        listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
+        size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
 
     def by_cluster(rows: Tensor) -> Tensor:
         """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
@@ -108,32 +109,21 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     return mass, energy, size, by_cluster(centred), by_cluster(values), level, products
 
 
-def _sizes(args: TiltArgs, level: Tensor) -> Tensor:
-    """How many real keys of every cluster are outside a cohort's list, (B, Hkv, H, C) as `level`."""
-    label, index, used = (args.facts[name] for name in ("label", "index", "used"))
-    members = torch.zeros_like(level[:, :, 0]).scatter_add(-1, label, _real_keys(args))
-    listed = label.gather(-1, index.flatten(2)).view_as(index)
-    return members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, used.to(level.dtype))
-
-
-def _real_keys(args: TiltArgs) -> Tensor:
-    """(B, Hkv, Nk): 1 for real keys, 0 for padding."""
-    spread, real = args.facts["half_variance"], args.facts["real"]
-    return torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
-
-
-def _levels(centred: Tensor, args: TiltArgs) -> Tensor:
-    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`."""
-    facts, totals, real_keys = args.facts, args.totals, _real_keys(args)
-    label, spread = facts["label"], facts["half_variance"]
+def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and this process's number of real keys of
+    every cluster (B, Hkv, C).
+    """
+    facts, totals = args.facts, args.totals
+    label, spread, real = facts["label"], facts["half_variance"], facts["real"]
+    real = torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
     none = spread.new_zeros((*spread.shape[:2], args.count))
-    size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
+    members, quad = none.scatter_add(-1, label, real), none.scatter_add(-1, label, real * spread)
     where = label.unsqueeze(-1).expand_as(centred)
-    total = spread.new_zeros((*size.shape, centred.shape[-1])).scatter_add(2, where, centred * real_keys.unsqueeze(-1))
+    total = spread.new_zeros((*members.shape, centred.shape[-1])).scatter_add(2, where, centred * real.unsqueeze(-1))
+    size = members
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
-    level: Tensor = facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
-    return level
+    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2), members
 
 
 def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
