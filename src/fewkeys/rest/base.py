@@ -76,9 +76,9 @@ class CohortStandIns(Fields):
 
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
-    where size_hc counts the keys of the cluster outside the cohort's list. A query that keeps nothing but the list has
-    `n_ic = mass_hc`; each neighbour that it keeps besides takes an equal part. Under a bias of distances a key counts
-    exp(bias) times. Value and first-order term are those of `StandIns`.
+    where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
+    takes an equal part. Under a bias of distances a key counts exp(bias) times. Value and first-order term are those of
+    `StandIns`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
     the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
@@ -106,9 +106,9 @@ class BlockStandIns(Fields):
     """M stand-ins per key head and block of queries: a summary of the past of each block.
 
     Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
-    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
-    graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
-    the bias includes the mass, `exp(score + bias)`.
+    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries of block b of the
+    graph's columns. Scores are `scale q_i . key_c`; weights `f(score)` times the size, under `Softmax`
+    `exp(score + bias)`.
     """
 
     key: Tensor
@@ -122,10 +122,10 @@ class RangeStandIns(Fields):
     """M ranges of keys for every step of queries, which stand in for the keys that a query does not keep of them.
 
     A step is a block of 32 positions, or all queries. `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and
-    values before each block of 32, and of all; `reals` (B, G + 1), float64: likewise the numbers of real keys, None
-    where all are; `edges` (steps, M + 1), int64: range c of a step holds the keys edges_c .. edges_(c+1) - 1, whole
-    blocks. From these, key (B, Hkv, steps, M, D) and value (B, Hkv, steps, M, Dv): means; size (B, steps, M): numbers
-    of real keys. Weights are `f(score)` times the size, less the keys of the range that the query keeps.
+    values before each block of 32, and of all; `reals` (B, G + 1), float64: likewise numbers of real keys, None: all;
+    `edges` (steps, M + 1), int64: range c holds the keys edges_c .. edges_(c+1) - 1, whole blocks. Hence the means key
+    (B, Hkv, steps, M, D) and value (B, Hkv, steps, M, Dv), and size (B, steps, M), the numbers of real keys. Weights
+    are `f(score)` times the size, less the keys of the range that the query keeps.
     """
 
     totals: Tensor

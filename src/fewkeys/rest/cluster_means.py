@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
@@ -93,29 +94,43 @@ class ClusterMeans(Counted):
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | CohortStandIns:
         if self.cohorts > 1:
             return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
-        return _cluster_means(inputs, graph, weights, self.count, self.rank)
+        parts = clusters(inputs, self.count)
+        return represent(inputs, graph, weights, parts.label, self.count, parts.importance, self.rank)
 
 
-def _cluster_means(inputs: Inputs, graph: Graph, weights: Weights, count: int, rank: int) -> StandIns:
-    """The stand-ins that all queries share."""
-    x, totals, parts = inputs, inputs.whole.totals, clusters(inputs, count)
-    label, importance, is_tilted = parts.label, parts.importance, isinstance(weights, Softmax)
+def represent(
+    inputs: Inputs,
+    graph: Graph,
+    weights: Weights,
+    label: Tensor,
+    count: int,
+    importance: Tensor | None = None,
+    rank: int = 0,
+) -> StandIns:
+    """The stand-ins of `ClusterMeans` for any partition of the keys.
+
+    `label` (B, Hkv, Nk): the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count): the mean
+    importance g_c, which `Softmax` needs for other than plain means.
+    """
+    x, totals = inputs, inputs.whole.totals
+    if not isinstance(weights, Softmax):
+        importance = None
     with constants():
         share = unkept(x, graph)
-        if is_tilted:
+        if importance is not None:
             log_e = TILT * (key_statistics(x).importance - importance.gather(-1, label))
             share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
-        mass = totals.sum(share.new_zeros(importance.shape).scatter_add_(-1, label, share))
+        mass = totals.sum(share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share))
         mass = at_least_tiny(mass).unsqueeze(-1)
-    units, args = frame(x), (x.key, x.value, label, share, count)
+    args = x.key, x.value, label, share, count
     if rank:
-        key_sum, value_sum, products = sums_and_products(*args, units.mean, x.impl)
+        key_sum, value_sum, products = sums_and_products(*args, frame(x).mean, x.impl)
     else:
         key_sum, value_sum = label_sums(*args, x.impl)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
-    if not is_tilted:
+    if importance is None:
         return StandIns(mean_key, mean_value, label, share)
-    moments = query_moments(x)
+    units, moments = frame(x), query_moments(x)
     with constants():
         offset = mean_key - units.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)

@@ -16,7 +16,7 @@ from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.select.base import Selector
 
 REACH = 1.0
-"""How far the first-order term reaches in each coordinate, in standard deviations of the values."""
+"""The reach of the first-order term in each coordinate, in standard deviations of the values."""
 
 
 @dataclass(frozen=True)

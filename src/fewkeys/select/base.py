@@ -127,8 +127,7 @@ class Selector(Listed, ABC):
 
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         """Raise `ValueError` where, under causality, a query keeps a key after its own, or later keys change what
-        earlier queries keep: a test for a new rule with `causal = True`. Arguments as in `graph`, as many queries as
-        keys. Cost O(n^2).
+        earlier queries keep: a test for new rules. Arguments as in `graph`, as many queries as keys. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()

@@ -32,10 +32,9 @@ class Outliers(Counted):
     `rest=ClusterMeans(clusters)` both read the same clusters: kept keys are those that a stand-in would represent
     worst. Cost O(n clusters (D + Dv)). Not causal.
 
-    `cohorts` H > 1, a power of two: the queries of a head are sorted into H cohorts of similar ones
-    (`fewkeys.sketch.cohorts`), and each has a list of its own, by its own importance g_hj. Such lists stand alone, or
-    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of distances, g_hj includes the bias
-    that the cohort's queries have at the key (`fewkeys.sketch.cohort_bias`); a list that all share ignores it.
+    `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
+    by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
+    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); a shared list ignores it.
     """
 
     clusters: int

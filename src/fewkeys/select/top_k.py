@@ -1,4 +1,4 @@
-"""Oracles: selectors that score every pair. They bound the quality of any selection."""
+"""Oracles: selectors that score every pair, as bounds of what selection can reach."""
 
 from __future__ import annotations
 

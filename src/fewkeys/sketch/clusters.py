@@ -37,8 +37,8 @@ QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers per thread in one piece of the keys: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
-"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), or half as many if these are more than
-FEW_KEYS and a quarter of the sequence.
+"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), down to half as many if these are more
+than FEW_KEYS and a quarter of the sequence.
 """
 
 

@@ -34,9 +34,9 @@ from fewkeys.core.precision import working
 BLOCK = 32
 """Keys of a block."""
 LEVELS = 10
-"""Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
+"""Queries are rounded to integers up to this: two pairs of products fit into a byte."""
 LEAST_WIDE = 16
-"""The least W. With it, a block of codes fills the widest registers."""
+"""The least W: a block of codes fills the widest registers."""
 UNIT = 4096
 """`sigma_int` of a key at distance rho from the middle."""
 LARGEST_SIGMA = 2**15 - 1
@@ -50,10 +50,10 @@ PIECE = 2**22
 class Codes:
     """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32.
 
-    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair of numbers 32 nibbles. Bytes 0, 2, .. hold the keys
-    0 to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
-    holds `code_2p + 2` and, two bits higher, that of 2p + 1.
-    `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond the last key. Bytes: W / 4 + 2 for every key.
+    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair p of numbers 32 nibbles. Bytes 0, 2, .. hold keys 0
+    to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
+    holds `code_2p + 2` and, two bits higher, `code_(2p+1) + 2`. `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond
+    the last key. Bytes: W / 4 + 2 for every key.
     """
 
     packed: Tensor

@@ -22,9 +22,9 @@ BLOCK = 8
 
 def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: tuple[int, int] | None) -> Tensor:
     """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head, over the cohort's queries whose band does not
-    hold the key; least where all do, and no less than the rounding of the sums.
+    hold the key; least where all do.
 
-    Sums over a cohort are correlations of its blocks with the table. Cost O(n H).
+    Sums over a cohort are correlations of its blocks with the table, cut at their rounding. Cost O(n H).
     """
     x, place = inputs, cohorts.place
     # A block begins with the first real token, so that padding before it changes nothing.

@@ -2,7 +2,7 @@
 
 `halves.split` halves the queries recursively along the directions in which they differ most. The queries of cohort h
 are taken as Gaussian with the cohort's mean m_h and one covariance W around the means, pooled over cohorts. So the
-importance of a centred key (`fewkeys.sketch.clusters`) for a cohort costs one more product:
+importance of a centred key (`fewkeys.sketch.clusters`) costs one product for every cohort:
 
     g_hj = log E exp(q . k_j) = m_h . k_j + k_j^T W k_j / 2.
 
@@ -22,7 +22,7 @@ import fewkeys.native as native
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
+from fewkeys.core.rows import marked_places, take
 from fewkeys.sketch.backend import statistic
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
@@ -72,8 +72,7 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
     sizes, sequences, parts = real.sum(1), [], []
     for size in sizes.unique().tolist():
         batch = (sizes == size).nonzero().squeeze(-1)
-        index = real[batch].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
-        index = index[:, None].expand(-1, x.kv_heads, -1)
+        index = marked_places(real[batch])[:, None].expand(-1, x.kv_heads, -1)
         real_keys = None if subset.real is None else subset.real[batch]
         part = _split(x, take(rows[batch], index), key[batch], real_keys, count)
         if size:

@@ -13,7 +13,7 @@ BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 SUBSPACE_STEPS = 3
 LEAST_DIRECTION = 4e-6
-"""Weaker directions of a subspace, relative to the strongest, count as rounding of float32, in every dtype."""
+"""Weaker directions of a subspace, relative to the strongest, count as rounding, in every dtype."""
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def cholesky_whitener(matrix: Tensor) -> Tensor | None:
 def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
     """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately. Never fails.
 
-    The matrices are positive semidefinite. If rounding has made one indefinite (fewer rows than dimensions), its
-    eigenvalues below the ridge are raised to it, in float64. No matrix depends on the others.
+    If rounding has made a semidefinite matrix indefinite, its eigenvalues below the ridge are raised to it, in float64.
+    No matrix depends on the others.
     """
     least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -96,8 +96,8 @@ def gram64(rows: Tensor) -> Tensor:
 def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """A float64 W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the Gram matrix of rows of `dtype`.
 
-    Directions in which the rows are below their own rounding count as absent: a few units in the last place of `dtype`
-    next to the strongest direction, after scaling the columns.
+    Directions in which the rows are below their own rounding count as absent: after scaling the columns, a few units in
+    the last place of `dtype` of the strongest direction.
     """
     scale = power_of_two(matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()).unsqueeze(-1)
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
@@ -107,9 +107,8 @@ def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
 
-    Block power iteration from a fixed start, a cosine basis: far cheaper than an eigendecomposition on small batches.
-    Columns whose size is at most `LEAST_DIRECTION` of the first are zero: rounding would determine them, and gradients
-    would follow.
+    Block power iteration from a cosine basis, far cheaper than an eigendecomposition. Columns whose size is at most
+    `LEAST_DIRECTION` of the first are zero: rounding would determine them and their gradients.
     """
     dtype, matrix = matrix.dtype, matrix.double()  # as `product`
     size = matrix.shape[-1]

@@ -17,7 +17,7 @@ from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows, whitener
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 ROUNDING = 1e-9
-"""float64 scores count from `eps * (1 - ROUNDING)` on, so that rounding cannot drop a key at exactly eps."""
+"""float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at exactly eps."""
 
 
 @full_precision()
@@ -33,7 +33,7 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
         key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.
         power: p > 0.
         ridge: lambda >= 0, for power 2 only: `k_j^T (K^T K + lambda I)^-1 k_j`, the supremum with `lambda |y|^2` added
-            to the denominator; small for keys whose direction is hardly there.
+            to the denominator.
 
     Returns:
         (B, H, N), in [0, 1], float64 for float64 input and float32 otherwise. Cost O(N D^2) for power 2,

@@ -43,7 +43,7 @@ def tensor_features(rows: Tensor, degree: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _monomials(size: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Variables of every monomial (degree, width), and the roots of the multinomial coefficients (width,)."""
+    """The variables of every monomial (degree, width), and the roots of its coefficient (width,)."""
     factors = list(combinations_with_replacement(range(size), degree))
     powers = (Counter(variables).values() for variables in factors)
     roots = [math.sqrt(math.factorial(degree) / math.prod(map(math.factorial, power))) for power in powers]
