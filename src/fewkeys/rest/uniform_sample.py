@@ -20,9 +20,9 @@ class UniformSample(Counted):
     """`count` keys drawn uniformly from those not kept, each weighted by the size of its share.
 
     The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size;
-    the first key of each share stands in for all of it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries
-    that keep no further keys, and exact if `count` is at least the number of such keys. The residual of HyperAttention
-    (arXiv 2310.05869) is of this kind.
+    the first key of each share stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep
+    no further keys, and exact if there are at most `count` such keys. Source: the residual of HyperAttention (arXiv
+    2310.05869) is of this kind.
 
     Slots: count. Draws from the call's `generator` (seed 0 if none is given). Gradients flow through the sampled keys
     and values. Not causal.

@@ -29,9 +29,7 @@ class OnlineScore(ABC):
 
     @abstractmethod
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        """Include a block of keys (B, Hkv, M, D), of which `real` (B, M) count; the result (B, Hkv, M) is stored with
-        them.
-        """
+        """Include keys (B, Hkv, M, D), of which `real` (B, M) count. The result (B, Hkv, M) is stored with them."""
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
         """The present scores (B, Hkv, M) of keys offered earlier; `number`: what `offer` returned for them."""
@@ -63,7 +61,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
 
 
 def _filled(x: Inputs, index: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
-    """The list of `count` keys, its free places given to the block's own real keys, in order; and which are used."""
+    """The list, its free places up to `count` given to the block's own real keys, in order; and which are used."""
     last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=index.device)
     real = (last_keys < x.keys).expand(x.batch, -1)
     last_keys = last_keys.clamp_max(x.keys - 1).expand(x.batch, -1)

@@ -56,7 +56,7 @@ class Outliers(Counted):
         return kept | self._lists(inputs, kept.band)
 
     def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
-        """A list for every cohort, whose queries keep the keys of the band besides."""
+        """A list for every cohort, whose queries keep the keys of `band` besides; or for all queries."""
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()

@@ -103,9 +103,7 @@ def query_moments(inputs: Inputs) -> QueryMoments:
 
 
 def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
-    """Every s-th real query (B, Hq, M, D), filled up with zeros, and how many a key head has: (B, 1, 1, 1), or an int
-    for all sequences.
-    """
+    """Every s-th real query (B, Hq, M, D), filled up with zeros; how many a key head has, (B, 1, 1, 1) or an int."""
     query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
     if real is None:
         stride = max(1, whole.queries // QUERY_SAMPLE)
@@ -202,9 +200,8 @@ def _sampled(count: int) -> tuple[int, int]:
 
 
 def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c.
-
-    centre (B, H, C, D + Dv), constant (B, H, C, 1).
+    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c, for centres
+    (B, H, C, D + Dv) and constants (B, H, C, 1).
     """
     sizes, rows, values = key.shape[:2], working(key).flatten(0, 1), working(value).flatten(0, 1)
     nearest = rows.new_empty(rows.shape[:2])
@@ -264,9 +261,8 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
 
 
 def _seeds(scores: Tensor, count: int) -> Tensor:
-    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of their rank.
-
-    Ranks, not positions: the result does not depend on the order of the keys.
+    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of rank. The
+    order of the keys does not matter.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)  # stable, as in the kernels
     head = count // 4

@@ -6,9 +6,9 @@ power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diag
     k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
-After the rotation a key's numbers are nearly Gaussian whatever the key was, so four levels, -3, -1, 1 and 3 times
-sigma / 2, serve all of them: for a Gaussian, evenly spaced levels are best where they are 0.996 sigma apart. A code
-depends on its key and the first block alone. A query is rotated, too, and rounded to integers from -10 to 10. Then
+After the rotation the numbers of any key are nearly Gaussian, so four levels, -3, -1, 1 and 3 times sigma / 2, serve
+all keys: for a Gaussian, evenly spaced levels are best 0.996 sigma apart. A code depends on its key and the first block
+alone. A query is rotated, too, and rounded to integers from -10 to 10. Then
 
     score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 

@@ -145,7 +145,7 @@ def _filled(count: int, total: int) -> int:
 
 
 def _at_most(count: int, total: int) -> int:
-    """`count` or a smaller power of two: the number of cohorts that both limits above allow for `total` queries."""
+    """`count` or a smaller power of two: how many cohorts of `total` queries both limits above allow."""
     while count > 1 and max(COHORT_QUERIES, count / COHORTS_PER_QUERY) * count > total:
         count //= 2
     return count

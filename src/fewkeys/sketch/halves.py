@@ -16,9 +16,8 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
 
     A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and split in the middle. u starts
-    as the longest y_j, goes through power iterations, then through steps of balanced 2-means: minus the sum of the left
-    half. Large sets use every s-th row for u. Rows of a set stay in their order; unused places come last in the last
-    sets.
+    as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Large
+    sets use every s-th row for u. Rows of a set stay in their order; unused places come last in the last sets.
     """
     (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
     place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)

@@ -110,9 +110,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
 
 
 def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
-    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and this process's number of real keys of
-    every cluster (B, Hkv, C).
-    """
+    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and the real keys here, (B, Hkv, C)."""
     facts, totals = args.facts, args.totals
     label, spread, real = facts["label"], facts["half_variance"], facts["real"]
     real = torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
