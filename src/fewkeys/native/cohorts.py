@@ -43,7 +43,7 @@ def best(key: Tensor, facts: dict[str, Any], count: int, *, near: float, power: 
 def tilt(
     key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, **numbers: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Mass, energy, size, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
+    """Mass, energy, size, key, value, level and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
     `count` clusters. `facts` and `numbers`: fields of `Tilts`.
     """
     (key, value), mean = alike(key, value), facts["mean"]

@@ -1,4 +1,4 @@
-"""The base of all rests: a rule that summarises the keys a query does not keep, and the summary that it makes."""
+"""The base of all rests, and the stand-ins that they make."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fewkeys.core.fields import Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
-from fewkeys.past.scan import States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
@@ -30,17 +30,16 @@ REACH = 0.25
 class StandIns(Fields):
     """C stand-ins per key head that represent the keys a query does not keep.
 
-    Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
-    `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
-    not keep: so no key counts twice. Its value is `value_c`, plus the first-order term `factor_c u_i right`, where
-    `u_i = min(max(q_i left - middle, -reach), reach)`: within reach a cluster's values move with its keys, beyond it
-    there are none.
+    For query i stand-in c has the score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and the weight
+    `n_ic f(s_ic)`. The multiplicity `n_ic = sum_{j: label_j = c} share_j` is over the keys j that query i does not
+    keep, so no key counts twice. The value is `value_c`, plus the first-order term `factor_c u_i right` with
+    `u_i = min(max(q_i left - middle, -reach), reach)`.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key,
-    0 .. C - 1; share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding;
-    bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
-    three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
-    bounds (B, Hkv, 2, r): middle and reach, wherever there is `left`. Labels, shares and bounds carry no gradient.
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key;
+    share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding; bias (B, Hkv, C) or None;
+    curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score. With a first-order term, for scaled
+    queries: left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C), and bounds
+    (B, Hkv, 2, r), middle and reach. Labels, shares and bounds carry no gradient.
     """
 
     key: Tensor
@@ -60,7 +59,7 @@ class StandIns(Fields):
 
     @cached_property
     def member(self) -> Tensor:
-        """(B, Hkv, Nk, C): the shares, each in the column of its label. As large as C numbers for every key."""
+        """(B, Hkv, Nk, C): the shares, each in the column of its label."""
         return members(self.label, self.share, self.count)
 
     @cached_property
@@ -77,9 +76,9 @@ class CohortStandIns(Fields):
 
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
-    where size_hc counts the keys of the cluster outside the cohort's list. So a query that keeps nothing but the list
-    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Under a bias of distances a key
-    counts exp(bias) times. Value and first-order term are those of `StandIns`.
+    where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
+    takes an equal part. Under a bias of distances a key counts exp(bias) times. Value and first-order term are those of
+    `StandIns`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
     the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
@@ -107,42 +106,26 @@ class BlockStandIns(Fields):
     """M stand-ins per key head and block of queries: a summary of the past of each block.
 
     Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
-    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
-    graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
-    the bias includes the mass, `exp(score + bias)`.
-
-    `states` holds them: keys of `head_dim` dimensions and values side by side.
+    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries of block b of the
+    graph's columns. Scores are `scale q_i . key_c`; weights `f(score)` times the size, under `Softmax`
+    `exp(score + bias)`.
     """
 
-    states: States
-    head_dim: int
-
-    @property
-    def key(self) -> Tensor:
-        return self.states.rows[..., : self.head_dim]
-
-    @property
-    def value(self) -> Tensor:
-        return self.states.rows[..., self.head_dim :]
-
-    @property
-    def bias(self) -> Tensor:
-        return self.states.excess
-
-    @property
-    def size(self) -> Tensor:
-        return self.states.size
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    size: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class RangeStandIns(Fields):
-    """M ranges of keys for every step of queries, each of which stands in for what a query does not keep of it.
+    """M ranges of keys for every step of queries, which stand in for the keys that a query does not keep of them.
 
-    `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and before the end;
-    `reals` (B, G + 1), float64: of real keys as many, None where all are; `edges` (steps, M + 1), int64: range c of a
-    step holds the keys edges_c .. edges_(c+1) - 1, whole blocks. From these, key (B, Hkv, steps, M, D) and value
-    (B, Hkv, steps, M, Dv): means; size (B, steps, M): numbers of real keys. Weights are `f(score)` times the size, less
-    the keys of the range that the query keeps. A step is a block of 32 positions, or all queries.
+    A step is a block of 32 positions, or all queries. `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and
+    values before each block of 32, and of all; `reals` (B, G + 1), float64: likewise numbers of real keys, None: all;
+    `edges` (steps, M + 1), int64: range c holds the keys edges_c .. edges_(c+1) - 1, whole blocks. Hence the means key
+    (B, Hkv, steps, M, D) and value (B, Hkv, steps, M, Dv), and size (B, steps, M), the numbers of real keys. Weights
+    are `f(score)` times the size, less the keys of the range that the query keeps.
     """
 
     totals: Tensor
@@ -186,16 +169,14 @@ AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for the keys that are not kept.
-
-    Every rule states its own facts, as selectors do: `prepare`, `slots` and `work` must be there; each other attribute
-    has a default that is safe.
+    """A rule that makes the stand-ins for the keys that are not kept. `prepare`, `slots` and `work` are required; each
+    other attribute has a safe default.
     """
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
     needs_causal: ClassVar[bool] = False
-    """Whether the stand-ins are of the past, and mean nothing without `is_causal=True`."""
+    """Whether the stand-ins have no meaning without `is_causal=True`."""
 
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
@@ -207,7 +188,7 @@ class Rest(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs, keep: Selector) -> Work:
-        """The cost of summarising and of the stand-ins beside `keep`. Abstract, so that every rule states it."""
+        """The cost of summarising and of the stand-ins beside `keep`."""
 
     @property
     def running(self) -> int | None:
@@ -216,7 +197,7 @@ class Rest(Listed, ABC):
 
     @property
     def clusters(self) -> int:
-        """Clusters of the keys that the rule reads; plans that read the same ones are cheaper one after another."""
+        """The number of clusters of the keys that the rule reads. Plans with the same number share these clusters."""
         return 0
 
     def check_beside(self, keep: Selector) -> None:
@@ -255,12 +236,25 @@ class Drop(Rest):
         return None
 
 
+@dataclass(frozen=True)
+class Counted(Rest, ABC, listed=False):
+    """A rule that makes `count` stand-ins."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count(f"{type(self).__name__} count", self.count)
+
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        return float(self.count)
+
+
 RESTS: Catalogue[Rest] = Catalogue(Rest)
 """The catalogue: rests that plans can save and load by name."""
 
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
-    """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in the statistics' precision."""
+    """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in working precision."""
     dtype = working(inputs.key[:0]).dtype
     if graph.hidden is None:
         return inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
@@ -273,11 +267,9 @@ def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:
 
 
 def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
-    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: times `left`.
+    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`.
 
-    What is taken from a stand-in's value and what a query adds to it are both of the size of the values, however large
-    the scores are: no precision is lost to two large numbers that cancel.
+    It has the size of the values, whatever the scores: no precision is lost by cancellation.
     """
-    middle, reach = bounds.unbind(-2)
-    middle, reach = middle.unsqueeze(-2), reach.unsqueeze(-2)
+    middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
     return (along - middle).clamp(-reach, reach)

@@ -17,13 +17,14 @@ from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_su
 from fewkeys.sketch.tilted import COHORT_TILT, LARGEST_TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
+"""The largest factor f_c of a cluster's first-order term."""
 
 
 def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int) -> CohortStandIns:
     """`ClusterMeans(count, rank, cohorts=parts)` beside the lists that `graph` has for the same cohorts.
 
-    The equations are those of one cohort of all queries with its own mean m_h, the common covariance W in place of C,
-    and t = 0.8 (`fewkeys.sketch.tilted`). S is pooled over cohorts too; bounds are around each cohort's own t m_h S.
+    The equations are those of one cohort, with its mean m_h, the common covariance W in place of C, and t = 0.8
+    (`fewkeys.sketch.tilted`). S is pooled over cohorts, too; bounds are around each cohort's own t m_h S.
     """
     x, cohort, columns = inputs, cohorts(inputs, parts), graph.columns
     if columns is None or columns.place is None:
@@ -32,42 +33,48 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
     middle, together = frame(x).mean, sums.together
     if together is not None and compiled_at_once(x, x.key, x.value, cohort.mean):
-        tensors = {"mass": sums.mass, "energy": sums.energy, "level": sums.importance}
-        tensors |= {"key": sums.key, "value": sums.value}
-        tensors |= {"together": together, "mean": cohort.mean, "within": cohort.within}
-        tensors |= {"middle": middle, "unit": frame(x).unit}
+        tensors = {name: rows for name, rows in vars(sums).items() if name != "size"}
+        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         return CohortStandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
-    mass = sums.mass.clamp_min(1e-30).unsqueeze(-1)
+    mass = at_least_tiny(sums.mass).unsqueeze(-1)
     offset, value = sums.key / mass, sums.value / mass
     with constants():
         on_key = offset @ cohort.within.unsqueeze(2)
-        square, query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
-        seen = (offset * query).sum(-1) + 0.5 * square
-        bias = (COHORT_TILT * (sums.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
+        square, mean_query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
+        importance = (offset * mean_query).sum(-1) + 0.5 * square
+        bias = (COHORT_TILT * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
     if together is None:
         return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label)
     between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
-    pooled = (together - between) / sums.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
+    pooled = (together - between) / at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
     with constants():
         right = top_subspace(product(product(pooled.mT, cohort.within), pooled), min(rank, *pooled.shape[-2:])).mT
-        factor = _factor(sums.energy / mass.squeeze(-1), square, sums.mass)
-        reference = COHORT_TILT * (query + on_key)
+        factor = spread_factor(sums.energy / mass.squeeze(-1), square, sums.mass)
+        reference = COHORT_TILT * (mean_query + on_key)
     left = product(pooled, right.mT)
     with constants():
-        bounds = bounds_around(COHORT_TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
+        bounds = bounds_around(COHORT_TILT * mean_query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
     moved = within_reach(reference @ left.unsqueeze(2), bounds)
     value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
     left, right = (part.unsqueeze(2).expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
     return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label, left, right, factor, bounds)
 
 
-def _factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
-    """The root of every cluster's spread beside its cohort's mean spread, at most 2: (B, Hkv, H, C)."""
+def spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
+    """f_c: the root of every cluster's spread relative to the mean spread (..., C), at most `LARGEST_SPREAD`.
+
+    energy: the mean `E (q . k_j)^2` of a cluster's keys; square: that of its mean key.
+    """
     # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
     spread = torch.where(energy - square > 64 * torch.finfo(energy.dtype).eps * energy, energy - square, 0.0)
-    mean = (spread * mass).sum(-1, keepdim=True) / mass.sum(-1, keepdim=True).clamp_min(1e-30)
-    return (spread / mean.clamp_min(1e-30)).sqrt().clamp_max(LARGEST_SPREAD)
+    mean = (spread * mass).sum(-1, keepdim=True) / at_least_tiny(mass.sum(-1, keepdim=True))
+    return (spread / at_least_tiny(mean)).sqrt().clamp_max(LARGEST_SPREAD)
+
+
+def at_least_tiny(total: Tensor) -> Tensor:
+    """A safe divisor: the sums of the weights of an empty cluster are zero."""
+    return total.clamp_min(1e-30)

@@ -16,7 +16,7 @@ from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.select.base import Selector
 
 REACH = 1.0
-"""How far the first-order term reaches in each coordinate, in standard deviations of the values."""
+"""The reach of the first-order term in each coordinate, in standard deviations of the values."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,11 @@ class Moments(Rest):
 
     `sum_j exp(q . k_j) v_j = n exp(q . mu + q^T C q / 2) (nu + S^T q)` with q scaled, mu, C the mean and covariance of
     the keys, nu the mean value, S the covariance of keys and values, n the number of keys the query does not keep.
-    In each coordinate S^T q stays within `REACH` standard deviations of the unkept values, so that the output is at
-    most `2 max |v|` whatever the scores.
+    In each coordinate S^T q stays within `REACH` standard deviations of the unkept values, so the output is at most
+    `2 max |v|`.
 
-    `Softmax` only. Slots: 1 for the mean, `D^2 / (D + Dv)` for the quadratic form and `D Dv / (D + Dv)` for S: with
-    D = Dv that is D + 1. Cost O(n D (D + Dv)) once, O(D (D + Dv)) per query. Gradients flow through the moments. Not
-    causal.
+    `Softmax` only. Slots: 1 for the mean, `D^2 / (D + Dv)` for the quadratic form and `D Dv / (D + Dv)` for S: D + 1.
+    Cost O(n D (D + Dv)) once, O(D (D + Dv)) per query. Gradients flow through the moments. Not causal.
     """
 
     def check(self, weights: Weights) -> None:

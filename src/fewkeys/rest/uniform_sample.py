@@ -1,4 +1,4 @@
-"""A random sample of the keys that are not kept, each with the weight of its share."""
+"""A random sample of the keys that are not kept."""
 
 from __future__ import annotations
 
@@ -8,34 +8,25 @@ import torch
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.rest.base import Counted, StandIns, unkept
 from fewkeys.select.base import Selector
 from fewkeys.select.controls import uniform
 
 
 @dataclass(frozen=True)
-class UniformSample(Rest):
+class UniformSample(Counted):
     """`count` keys drawn uniformly from those not kept, each weighted by the size of its share.
 
     The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size;
-    the first of each share stands in for all of it. Every key is equally likely to be drawn, and the estimate of
-    `sum_j f(s_ij) v_j` is unbiased for queries that keep no further keys. With `count` at least the number of such
-    keys the result is exact. The residual of HyperAttention (arXiv 2310.05869) is of this kind.
+    the first key of each share stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep
+    no further keys, and exact if there are at most `count` such keys. Source: the residual of HyperAttention (arXiv
+    2310.05869) is of this kind.
 
     Slots: count. Draws from the call's `generator` (seed 0 if none is given). Gradients flow through the sampled keys
     and values. Not causal.
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("UniformSample count", self.count)
-
-    def slots(self, head_dim: int, value_dim: int) -> float:
-        return float(self.count)
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         # The draw, the order and the ranks of all keys.
@@ -47,13 +38,11 @@ class UniformSample(Rest):
         priority = uniform(inputs, tuple(free.shape)).to(free.dtype).masked_fill(free == 0, torch.inf)
         order = priority.argsort(-1)
         rank = order.argsort(-1)
-        available = free.sum(-1, keepdim=True).long()
-        share = (rank * count // available.clamp_min(1)).clamp_max(count - 1)
         # With fewer free keys than shares every key is its own share.
-        share = torch.where(available < count, rank.clamp_max(count - 1), share)
-        first = torch.arange(count, device=free.device) * available
-        first = torch.where(available < count, torch.arange(count, device=free.device) * count, first)
-        index = order.gather(-1, ((first + count - 1) // count).clamp_max(inputs.keys - 1)).unsqueeze(-1)
+        available = free.sum(-1, keepdim=True).long().clamp_min(count)
+        share = (rank * count // available).clamp_max(count - 1)
+        first = (torch.arange(count, device=free.device) * available + count - 1) // count
+        index = order.gather(-1, first.clamp_max(inputs.keys - 1)).unsqueeze(-1)
         return StandIns(
             key=inputs.key.gather(-2, index.expand(-1, -1, -1, inputs.head_dim)),
             value=inputs.value.gather(-2, index.expand(-1, -1, -1, inputs.value_dim)),

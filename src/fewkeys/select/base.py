@@ -1,4 +1,4 @@
-"""The base of all selectors: a frozen rule that turns a problem into the edges that it keeps."""
+"""The base of all selectors, rules that turn a problem into the edges that they keep."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Remembered:
     """The part of the past that a causal rule may still read. Its size is fixed, except for a scan.
 
     Attributes:
-        latest: the number of latest keys, which each query counts from its own place.
+        latest: the number of latest keys, counted from each query's own place.
         recent: blocks of positions; whole blocks are evicted at once.
         first: the number of first real keys.
-        scan: how many keys a scan chooses among all keys, which must be held for it; 0: there is no scan.
+        scan: how many keys a scan chooses among all keys; 0: there is no scan.
     """
 
     latest: int = 0
@@ -47,8 +47,8 @@ class Sharded:
     """How a rule chooses without causality among keys that are split over processes.
 
     Attributes:
-        score: numbers (B, Hkv, N) for the keys of `inputs`, which are a part of `inputs.whole`; the rule keeps
-        count: this many of the largest of all parts, or
+        score: scores (B, Hkv, N) of the keys of `inputs`, which are a part of `inputs.whole`.
+        count: the rule keeps this many of the largest scores of all parts, or
         least: every key of at least this score.
     """
 
@@ -60,19 +60,21 @@ class Sharded:
 class Selector(Listed, ABC):
     """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
 
-    Every rule states its own facts, which plans, streams, shards and tuning read: no code outside a rule distinguishes
-    rules. `select`, `covers` and `work` must be there; each other method has a default that is safe.
+    No code outside a rule distinguishes rules: plans, streams, shards and tuning read what each states here. `select`,
+    `covers` and `work` are required; each other member has a safe default.
     """
 
     is_oracle: ClassVar[bool] = False
-    """Whether the rule scores every pair, so that it costs as much as exact attention."""
+    """Whether the rule scores every pair, at the cost of exact attention."""
+    beside_cohorts: ClassVar[bool] = False
+    """Whether the rule chooses by position alone, so that it may be combined with lists of cohorts."""
 
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
-        """The edges kept on a validated problem. No gradient flows through the choice."""
+        """The kept edges. No gradient flows through the choice."""
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        """`kept` united with the edges of the rule. A rule may choose other keys because `kept` already has some."""
+        """`kept` united with the edges of the rule, which may depend on `kept`."""
         return kept | self.select(inputs)
 
     @abstractmethod
@@ -81,13 +83,8 @@ class Selector(Listed, ABC):
 
     @property
     def cohort_lists(self) -> int:
-        """How many cohorts of queries have lists of their own; 1: all share."""
+        """How many cohorts of queries have a list each; 1: all queries share."""
         return 1
-
-    @property
-    def beside_cohorts(self) -> bool:
-        """Whether the rule may be combined with lists of cohorts: it chooses keys by position alone."""
-        return False
 
     @property
     def causal(self) -> bool:
@@ -96,11 +93,11 @@ class Selector(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs) -> Work:
-        """The cost of choosing and attending. Abstract, so that every rule states it."""
+        """The cost of choosing and attending."""
 
     @property
     def parts(self) -> tuple[Selector, ...]:
-        """The rules that are united; a plain rule is its own single part."""
+        """The rules that are united."""
         return (self,)
 
     @property
@@ -115,14 +112,14 @@ class Selector(Listed, ABC):
 
     @property
     def alternatives(self) -> tuple[Selector, ...]:
-        """Other rules for as many keys, which tuning may try in its place."""
+        """Other rules for as many keys that tuning may try."""
         return ()
 
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
-        Only `Outliers` looks at the values; without them it takes the keys for values. Places are those of the keys
-        given, padding counted; `attention` asks causal rules for the graph of the real keys alone.
+        Only `Outliers` looks at the values, by default the keys. Places include padding; `attention` asks causal rules
+        for the graph of the real keys alone.
         """
         inputs = check_inputs(query, key, key if value is None else value, **options)
         with full_precision():
@@ -130,9 +127,7 @@ class Selector(Listed, ABC):
 
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         """Raise `ValueError` where, under causality, a query keeps a key after its own, or later keys change what
-        earlier queries keep. Arguments as in `graph`, of as many queries as keys.
-
-        Call it on your inputs before you set `causal = True` in a new rule. Cost O(n^2).
+        earlier queries keep: a test for new rules. Arguments as in `graph`, as many queries as keys. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()
@@ -173,9 +168,10 @@ class Union(Selector, listed=False):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if part.cohort_lists > 1 and (odd := [p for p in self.parts if p is not part and not p.beside_cohorts]):
+            others = [other for other in self.parts if other is not part and not other.beside_cohorts]
+            if part.cohort_lists > 1 and others:
                 raise ValueError(
-                    f"keep: expected Window and Sinks alone beside {part}, got {odd[0]}; use cohorts=1 there"
+                    f"keep: expected Window and Sinks alone beside {part}, got {others[0]}; use cohorts=1 there"
                 )
 
     @property
@@ -187,7 +183,7 @@ class Union(Selector, listed=False):
         return tuple(part for member in self.members for part in member.parts)
 
     def select(self, inputs: Inputs) -> Graph:
-        # Lists of cohorts are chosen last: they have the choice of all keys but those of a band.
+        # Lists of cohorts are chosen last: they leave out the keys of a band.
         first, *others = sorted(self.members, key=lambda member: member.cohort_lists)
         graph = first.select(inputs)
         for member in others:
@@ -222,11 +218,19 @@ def united(parts: Sequence[Selector]) -> Selector:
 
 
 def shared_top(inputs: Inputs, score: Tensor, count: int) -> Graph:
-    """All queries keep the `count` valid keys of largest `score` (B, Hkv, Nk)."""
-    if inputs.valid is not None:
-        score = score.masked_fill(~inputs.valid[:, None], -torch.inf)
-    top = score.topk(min(count, inputs.keys), -1)
-    # Sorted positions: the order in which equal sums are added must not depend on the scores.
-    index, order = top.indices.sort(-1)
-    used = (top.values > -torch.inf).gather(-1, order)
+    """The graph in which all queries keep the `count` valid keys of largest `score` (B, Hkv, Nk)."""
+    index, used = top_places(of_valid(inputs, score), count)
     return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
+
+
+def of_valid(inputs: Inputs, score: Tensor) -> Tensor:
+    """Scores (B, Hkv, Nk), -inf for padding."""
+    return score if inputs.valid is None else score.masked_fill(~inputs.valid[:, None], -torch.inf)
+
+
+def top_places(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of the `count` largest scores (..., N), and which are used: those above -inf."""
+    top = score.topk(min(count, score.shape[-1]), -1)
+    # Sorted places: the order of summation must not depend on the scores.
+    index, order = top.indices.sort(-1)
+    return index, (top.values > -torch.inf).gather(-1, order)

@@ -1,8 +1,9 @@
-"""The controls that belong in every comparison: keys of large norm, and random keys."""
+"""Controls for every comparison: keys of large norm, and random keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class KeyNorm(Counted):
 class RandomKeys(Counted):
     """`count` keys drawn uniformly without replacement, per sequence and head, shared by all queries.
 
-    The draw comes from the `generator` of the call (seed 0 if none is given) and does not look at the data.
+    Draws come from the call's `generator` (seed 0 if none is given).
     """
 
     causal = True
@@ -51,7 +52,7 @@ class RandomKeys(Counted):
         return Work(float(self.count), PER_SORTED)
 
     def select(self, inputs: Inputs) -> Graph:
-        draws = _Draws(inputs.generator)
+        draws = _Draws(inputs)
         if inputs.is_causal:
             return running_top(inputs, draws, self.count)
         return shared_top(inputs, draws.offer(working(inputs.key), None), self.count)
@@ -63,25 +64,22 @@ class _Norms(OnlineScore):
 
 
 class _Draws(OnlineScore):
-    def __init__(self, generator: torch.Generator | None) -> None:
-        super().__init__()
-        self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = replace(inputs, generator=inputs.generator or torch.Generator("cpu").manual_seed(0))
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        return _uniform(self.generator, tuple(key.shape[:3]), key.device).to(key.dtype)
+        return uniform(self.inputs, key.shape[:3]).to(key.dtype)
 
 
 def _draws_of_all(inputs: Inputs) -> Tensor:
-    """Every process draws the numbers of all keys, as one process would, so the keys are the same."""
+    """Every process draws the numbers of all keys, as one process would."""
     x = inputs
     drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))
     return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]
 
 
-def uniform(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
-    """Uniform numbers in [0, 1) from the call's generator, on the problem's device."""
-    return _uniform(inputs.generator or torch.Generator("cpu").manual_seed(0), shape, inputs.query.device)
-
-
-def _uniform(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32).to(device)
+def uniform(inputs: Inputs, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers in [0, 1), float32, from the call's generator, or with seed 0; on the inputs' device."""
+    generator = inputs.generator or torch.Generator("cpu").manual_seed(0)
+    drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    return drawn.to(inputs.query.device)

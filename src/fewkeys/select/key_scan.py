@@ -1,4 +1,4 @@
-"""The keys that each query finds for itself, by the codes of all keys."""
+"""Each query's own keys, chosen by the codes of all keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fewkeys.select.base import Counted, Remembered
 from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs, width
 
 PER_CODE = 0.25
-"""Operations of scanning a number of a key in two bits, counted like multiplications and additions."""
+"""Operations of scanning one number of a coded key, counted like multiplications and additions."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class KeyScan(Counted):
     causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
 
     Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
-    reads 18 bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and
-    Long, 2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache,
-    MagicPIG and HashAttention.
+    reads 18 bytes a key of 64 dimensions; its float32 key and value have 512. Source: codes after RaBitQ (Gao and Long,
+    2024) and TurboQuant (Zandieh et al., 2025); Loki, PQCache, MagicPIG and HashAttention scan cheap scores, too.
     """
 
     causal = True
@@ -61,7 +60,7 @@ class KeyScan(Counted):
 
 
 def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
-    """The codes of keys (B, Hkv, N, D), by the compiled kernel where it can read them: the same bits."""
+    """The codes of keys (B, Hkv, N, D), by the compiled kernel where it can read them, with the same bits."""
     if impl in COMPILED and native.readable(key.detach()) and key.shape[3] <= LARGEST_CODED:
         sign = signs(key.shape[3], key.device)
         return Codes(*native.code_keys(key.detach(), sign, frame.middle, frame.spread))
@@ -87,8 +86,7 @@ def _before(inputs: Inputs, query: int) -> int:
 class Scanned:
     """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
 
-    `scale` (B, Hkv, Nk, 2), float32: what keys and values are to be multiplied by, where those of the inputs are held
-    in int8.
+    `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values that are held in int8.
     """
 
     inputs: Inputs
@@ -126,7 +124,7 @@ class Scanned:
         x = self.inputs
         near = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()
-        # One more place, for the entries of -1.
+        # The last place is for the entries of -1.
         kept = near.new_zeros((*index.shape[:3], x.keys + 1))
         kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
         return kept | near

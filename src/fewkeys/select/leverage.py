@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import full_precision, working
+from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
@@ -30,13 +30,13 @@ class Leverage(Selector):
         count: keep the `count` largest scores, or
         eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
             `|s|^2` holds every entry >= eps of any query.
-        centre: subtract the mean key first. A common offset of all keys cancels in softmax but dominates raw scores;
-            centring voids the guarantee for `|s|^2`, so it cannot be combined with `eps`.
-        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and with `eps` the set
-            holds every entry >= eps under weights `|s|^p`, `Power(p)`; at most `rank^max(1, p/2) / eps` keys.
+        centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
+            the guarantee for `|s|^2`.
+        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and the universal set is that
+            of weights `|s|^p`, `Power(p)`, at most `rank^max(1, p/2) / eps` keys.
 
-    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): the keys kept so
-    far and those of each completed block compete by their scores against the Gram matrix of all completed keys.
+    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): after each block of keys,
+    those kept so far and the new ones compete by their scores against the Gram matrix of all keys so far.
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
     """
@@ -63,7 +63,6 @@ class Leverage(Selector):
 
     @property
     def sharded(self) -> Sharded:
-        # Rounding must not drop a key that sits exactly at eps.
         return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
 
     def _scores(self, inputs: Inputs) -> Tensor:
@@ -73,29 +72,31 @@ class Leverage(Selector):
             rows = rows - (whole.totals.sum(rows.double().sum(-2, keepdim=True)) / whole.keys).to(rows.dtype)
         return sensitivity_bounds(rows, self.power, whole.totals)
 
-    @full_precision()
-    def _universal(self, key: Tensor, eps: float) -> Tensor:
-        """The keys of score >= eps, bool (B, Hkv, Nk)."""
-        check_finite(key=key)
-        return sensitivity_bounds(working(key), self.power) >= eps * (1 - ROUNDING)
-
     @property
     def alternatives(self) -> tuple[Selector, ...]:
         if self.count is None:
             return ()
-        others: tuple[Selector, ...] = (Leverage(self.count, centre=True), KeyNorm(self.count))
+        others: tuple[Selector, ...] = Leverage(self.count, centre=True), KeyNorm(self.count)
         return tuple(other for other in others if other != self)
 
     def select(self, inputs: Inputs) -> Graph:
-        if self.eps is not None:
-            return _marked(inputs, self._universal(inputs.key.detach(), self.eps))
-        count = self.count or 0
         keys = working(inputs.key.detach())
+        if self.count is None:
+            return self._universal_set(inputs, keys)
         if inputs.is_causal:
-            return running_top(inputs, _RunningLeverage(self.centre), count)
+            return running_top(inputs, _RunningLeverage(keys, self.centre), self.count)
         if self.centre:
             keys = centre(keys, inputs.valid)
-        return shared_top(inputs, leverage_scores(keys, self.power), count)
+        return shared_top(inputs, leverage_scores(keys, self.power), self.count)
+
+    def _universal_set(self, inputs: Inputs, keys: Tensor) -> Graph:
+        """All queries keep the keys of score >= eps; lists are as long as the longest head needs."""
+        check_finite(key=keys)
+        marked = sensitivity_bounds(keys, self.power) >= (self.eps or 0.0) * (1 - ROUNDING)
+        if inputs.valid is not None:
+            marked = marked & inputs.valid[:, None]
+        index = marked_places(marked, least=1)
+        return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
@@ -106,35 +107,25 @@ class Leverage(Selector):
         return Work(float(kept), 4.0 * inputs.head_dim**2)
 
 
-def _marked(inputs: Inputs, marked: Tensor) -> Graph:
-    """All queries keep the marked keys (B, Hkv, Nk); lists are as long as the longest head needs."""
-    if inputs.valid is not None:
-        marked = marked & inputs.valid[:, None]
-    index = marked_places(marked, least=1)
-    return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
-
-
 class _RunningLeverage(OnlineScore):
-    """Scores against the Gram matrix of all keys offered so far. Sums are float64: those of squares of the largest
-    float32 are finite, so keys of any size have scores.
-    """
+    """Scores against the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
-    def __init__(self, centre: bool) -> None:
-        super().__init__()
+    def __init__(self, key: Tensor, centre: bool) -> None:
+        batch, heads, _, dim = key.shape
+        shapes = (batch, heads, dim, dim), (batch, heads, 1, dim), (batch, 1, 1, 1)
+        self.gram, self.total, self.count = (key.new_zeros(shape, dtype=torch.float64) for shape in shapes)
         self.centre = centre
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        count = key.new_full((key.shape[0], 1), key.shape[2], dtype=torch.float64)
-        if real is not None:
-            count = real.sum(-1, keepdim=True).double()
-        total = key.sum(-2, keepdim=True, dtype=torch.float64)
-        self.add({"gram": gram64(key), "total": total, "count": count[:, :, None, None]})
+        self.gram += gram64(key)
+        self.total += key.sum(-2, keepdim=True, dtype=torch.float64)
+        self.count += key.shape[2] if real is None else real.sum(-1)[:, None, None, None]
         return key.new_zeros(key.shape[:3])
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
-        total, count = self.sums["total"], self.sums["count"].clamp_min(1)
-        rows, squares = key.double(), self.sums["gram"]
+        rows, gram = key.double(), self.gram
         if self.centre:
-            mean = total / count
-            rows, squares = rows - mean, squares - count * mean.mT @ mean
-        return score_rows(rows, root64(squares, key.dtype)).to(key.dtype)
+            count = self.count.clamp_min(1)
+            mean = self.total / count
+            rows, gram = rows - mean, gram - count * mean.mT @ mean
+        return score_rows(rows, root64(gram, key.dtype)).to(key.dtype)

@@ -10,33 +10,31 @@ from torch import Tensor
 import fewkeys.native as native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, shared_top
+from fewkeys.select.base import Counted, of_valid, shared_top, top_places
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
-from fewkeys.sketch.tilted import best
 
 PAIR = 0.999
-"""A factor of log distances. Without it the two keys of a cluster of two have the very same score; with it the more
-important one wins, whatever the rounding."""
+"""A factor of log distances: of two keys alone in a cluster, whose scores would be equal, the more important wins."""
 
 
 @dataclass(frozen=True)
 class Outliers(Counted):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
 
-    `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (score spread and value, see
-    `fewkeys.sketch.clusters`). Made to stand beside `rest=ClusterMeans(clusters)`: both read the same clusters, and
-    what is kept here is what the cluster's stand-in would get most wrong. Cost O(n clusters (D + Dv)). Not causal.
+    `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (`fewkeys.sketch.clusters`). Beside
+    `rest=ClusterMeans(clusters)` both read the same clusters: kept keys are those that a stand-in would represent
+    worst. Cost O(n clusters (D + Dv)). Not causal.
 
-    `cohorts` H > 1, a power of two: the queries of a head are sorted into H cohorts of similar ones
-    (`fewkeys.sketch.cohorts`), and each has a list of its own, by its own importance g_hj. Such lists stand alone, or
-    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of distances, g_hj includes the bias
-    that the cohort's queries have at the key (`fewkeys.sketch.cohort_bias`); a list that all share is chosen without.
+    `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
+    by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
+    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); a shared list ignores it.
     """
 
     clusters: int
@@ -51,9 +49,28 @@ class Outliers(Counted):
     def cohort_lists(self) -> int:
         return self.cohorts
 
-    @property
-    def causal(self) -> bool:
-        return False
+    def select(self, inputs: Inputs) -> Graph:
+        return self._lists(inputs, None)
+
+    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
+        return kept | self._lists(inputs, kept.band)
+
+    def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
+        """A list for every cohort, whose queries keep the keys of `band` besides; or for all queries."""
+        if self.cohorts == 1:
+            return shared_top(inputs, self.scores(inputs), self.count)
+        x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
+        bias = None if x.bias is None else bias_importance(x, parts, x.bias, band)
+        if bias is None and compiled_at_once(x, key, parts.mean):
+            distance = clusters(x, self.clusters).distance
+            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "distance": distance}
+            args = facts | {"real": x.valid}
+            index, used, variance = native.best(key, args, min(self.count, x.keys), near=NEAR, power=PAIR)
+            x.remember(("half_variance", parts), lambda: variance)
+        else:
+            scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
+            index, used = top_places(scores if bias is None else scores.add_(bias), self.count)
+        return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
 
     def scores(self, inputs: Inputs) -> Tensor:
         """(B, Hkv, Nk): twice the expression above, with the factor `PAIR`."""
@@ -61,31 +78,8 @@ class Outliers(Counted):
         tiny = torch.finfo(distance.dtype).tiny
         return key_statistics(inputs).importance + PAIR * distance.clamp_min(tiny).log()
 
-    def select(self, inputs: Inputs) -> Graph:
-        if self.cohorts == 1:
-            return shared_top(inputs, self.scores(inputs), self.count)
-        return self._lists(inputs, None)
-
-    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        return kept | (self.select(inputs) if self.cohorts == 1 else self._lists(inputs, kept.band))
-
-    def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
-        """A list for every cohort, whose queries keep the keys of the band besides."""
-        x, parts, bias = inputs, cohorts(inputs, self.cohorts), None
-        if x.bias is not None:
-            bias = bias_importance(x, parts, x.bias, band)
-        key = x.key.detach()
-        if bias is None and compiled_at_once(x, key, parts.mean):
-            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
-            facts |= {"distance": clusters(x, self.clusters).distance}
-            index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
-            half_variance(x, parts, variance)
-        else:
-            index, used = best(x, parts, self.common(x, parts), self.count, bias)
-        return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
-
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
-        """(B, Hkv, Nk): `scores`, but for what the mean query of each cohort adds.
+        """(B, Hkv, Nk): the terms of the cohorts' scores that all cohorts share.
 
         Keys at their centre differ by importance alone, not by what rounding leaves of their distance.
         """
@@ -96,6 +90,5 @@ class Outliers(Counted):
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
-        return Work(
-            float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
-        )
+        choosing = 4.0 * inputs.head_dim**2 + each
+        return Work(float(self.count), choosing, shared=clustering_operations(inputs, self.clusters))

@@ -13,14 +13,14 @@ from fewkeys.core.inputs import Inputs
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of blocks of queries that meet all keys in a tensor of bounded size."""
+    """The first and last + 1 of blocks of queries whose scores of all keys are at most 2^24 numbers."""
     step = max(1, 2**24 // (inputs.batch * inputs.query_heads * inputs.keys))
     for start in range(0, inputs.queries, step):
         yield start, min(start + step, inputs.queries)
 
 
 def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
-    """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries, as lists as long as the longest."""
+    """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
     lists = []
     for mask in masks:
         count = mask.shape[-1]

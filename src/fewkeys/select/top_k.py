@@ -1,7 +1,8 @@
-"""Oracles: selectors that score every pair. They bound the quality of any selection."""
+"""Oracles: selectors that score every pair, as bounds of what selection can reach."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,13 +15,20 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, shared_top
+from fewkeys.select.rows import query_blocks
 
 
 @dataclass(frozen=True)
-class TopK(Counted):
-    """Each query's own `count` keys of largest score: the best choice that ignores the values. Cost O(n^2)."""
-
+class _Oracle(Counted, ABC):
     is_oracle: ClassVar[bool] = True
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
+
+
+@dataclass(frozen=True)
+class TopK(_Oracle):
+    """Each query's own `count` keys of largest score: the best choice that ignores the values. Cost O(n^2)."""
 
     causal = True
 
@@ -32,22 +40,13 @@ class TopK(Counted):
             rows.append(index.sort(-1).values)
         return Graph(inputs, rows=torch.cat(rows, 2))
 
-    def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
-
 
 @dataclass(frozen=True)
-class BestColumns(Counted):
+class BestColumns(_Oracle):
     """The `count` keys, shared by all queries of a head, that hold the most softmax mass. Cost O(n^2).
 
     Not causal: the best shared keys of a sequence are known only at its end.
     """
-
-    is_oracle: ClassVar[bool] = True
-
-    @property
-    def causal(self) -> bool:
-        return False
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
@@ -59,17 +58,12 @@ class BestColumns(Counted):
             mass += weights.sum(-2).unflatten(1, (x.kv_heads, x.gqa_ratio)).sum(2)
         return shared_top(x, mass, self.count)
 
-    def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
-
 
 def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:
     """(first query, scores (B, Hq, m, Nk)) for blocks of queries: scaled, hidden keys at -inf, no gradient."""
     x = inputs
     key = working(x.key.detach()).repeat_interleave(x.gqa_ratio, 1)
-    step = max(1, 2**24 // (x.batch * x.query_heads * x.keys))
-    for start in range(0, x.queries, step):
-        stop = min(start + step, x.queries)
+    for start, stop in query_blocks(x):
         query = working(x.query[:, :, start:stop].detach()) * x.scale
         scores = query @ key.mT
         if x.bias is not None:

@@ -1,12 +1,31 @@
-"""Whether the statistics of keys are computed by compiled kernels or by torch's operations."""
+"""How statistics are computed: once for each call, by compiled kernels or by torch's operations."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar, TypeVarTuple
 
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
+
+Result = TypeVar("Result")
+Args = TypeVarTuple("Args")
+
+
+def statistic(compute: Callable[[Inputs, *Args], Result]) -> Callable[[Inputs, *Args], Result]:
+    """Decorator: `inputs` remember the result, under the function's name and its other arguments, as a constant."""
+
+    @wraps(compute)
+    def remembered(inputs: Inputs, *args: *Args) -> Result:
+        with constants():
+            return inputs.remember((compute.__name__, *args), lambda: compute(inputs, *args))
+
+    return remembered
 
 
 def compiled(impl: Impl, *tensors: Tensor) -> bool:

@@ -1,12 +1,11 @@
 """Clusters of keys that the head's queries cannot distinguish.
 
-Everything here is per sequence and key head, in float32 (float64 for float64 input), without gradient.
+Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient.
 
-With queries `q` (scaled) of mean m and covariance C, taken as Gaussian, the *importance* of a centred key is
-`g_j = log E_q exp(q . k_j) = m . k_j + k_j^T C k_j / 2`. Two keys are alike when their scores and their values are:
-the features of key j are `[L^T k_j, v_j / rms(v)]` with `L L^T = E[q q^T]`, so that the squared distance of two keys
-is the mean squared difference of their scores plus the relative squared difference of their values. Keys enter
-Lloyd's steps with weight `exp(g_j / 2)`, so that important keys get more clusters.
+The scaled queries q, of mean m and covariance C, are taken as Gaussian. The *importance* of a centred key is
+`g_j = log E_q exp(q . k_j) = m . k_j + k_j^T C k_j / 2`. The features of key j are `[L^T k_j, v_j / rms(v)]` with
+`L L^T = E[q q^T]`: the squared distance of two keys is the mean squared difference of their scores plus the relative
+squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: important keys get more clusters.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.derivatives import constants
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
-from fewkeys.sketch.backend import compiled_at_once
+from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
-"""Keys have weights `exp(TILT * g)`: on the log scale halfway between equal weights and those of the queries."""
+"""Keys have weights `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
 RIDGE = 1e-6
 """This share of a matrix's mean diagonal is added to its diagonal before factorising."""
 LLOYD_STEPS = 2
@@ -40,7 +38,7 @@ PIECE = 2**18
 """Numbers per thread in one piece of the keys: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
 """Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), down to half as many if these are more
-than FEW_KEYS and a quarter of the sequence; all keys are assigned at the end.
+than FEW_KEYS and a quarter of the sequence.
 """
 
 
@@ -54,11 +52,6 @@ class QueryMoments:
     def log_mean_exp(self, rows: Tensor) -> Tensor:
         """`log E exp(q . x)` (B, Hkv, M) for Gaussian queries and rows x (B, Hkv, M, D)."""
         return _importance((rows @ self.second * rows).sum(-1), (rows * self.mean).sum(-1))
-
-    @property
-    def covariance(self) -> Tensor:
-        """`E[q q^T] - m^T m`."""
-        return self.second - self.mean.mT @ self.mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +73,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class KeyStatistics:
-    """Statistics of every key's scores (B, Hkv, Nk).
-
-    `spread`: the mean square `E (q . k_j)^2` of a centred key's score; `importance`: g_j.
-    """
+    """Of every key (B, Hkv, Nk): `spread`, the mean square `E (q . k_j)^2` of its centred score; `importance` g_j."""
 
     spread: Tensor
     importance: Tensor
@@ -93,8 +83,8 @@ class KeyStatistics:
 class KeyClusters:
     """A partition of the real keys of every head.
 
-    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of those whose centres coincide; undefined for
-    padding. `distance` (B, Hkv, Nk): squared distance to the cluster's centre. `importance` (B, Hkv, C): weighted mean
+    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of equally near ones; undefined for padding.
+    `distance` (B, Hkv, Nk): squared distance to the cluster's centre. `importance` (B, Hkv, C): weighted mean
     importance of a cluster's keys.
     """
 
@@ -103,125 +93,81 @@ class KeyClusters:
     importance: Tensor
 
 
-def pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of heads, or of one head's rows, so small that `width` numbers per row stay in cache."""
-    most = PIECE * torch.get_num_threads()
-    heads_at_once = max(1, most // max(1, rows * width))
-    step = max(1, most // width if heads_at_once == 1 else rows)
-    for head in range(0, heads, heads_at_once):
-        for start in range(0, rows, step):
-            yield slice(head, head + heads_at_once), slice(start, start + step)
-
-
+@statistic
 def query_moments(inputs: Inputs) -> QueryMoments:
-    """Mean and covariance of the scaled queries, per key head; every s-th query once there are many."""
-    with constants():
-        return inputs.remember("query_moments", lambda: _query_moments(inputs))
+    """The moments of the queries, of every s-th query once there are many."""
+    (sampled, count), scale = _query_sample(inputs), inputs.scale
+    rows = working(sampled.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
+    total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
+    return QueryMoments(scale * total / count, scale**2 * square / count)
 
 
-def frame(inputs: Inputs) -> Frame:
-    """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
-    with constants():
-        return inputs.remember("frame", lambda: _frame(inputs))
-
-
-def key_statistics(inputs: Inputs) -> KeyStatistics:
-    """Importance and score spread of every key; `clusters` computes them, too. Cost O(n D^2)."""
-    with constants():
-        return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs, frame(inputs))))
-
-
-def clusters(inputs: Inputs, count: int) -> KeyClusters:
-    """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
-    with constants():
-        return inputs.remember(("clusters", count), lambda: _clusters(inputs, count))
-
-
-@dataclass(frozen=True, eq=False)
-class _QuerySample:
-    """Queries for statistics: `rows` (B, Hq, M, D), zero if not real.
-
-    `count`: the real ones per key head, (B, 1, 1, 1), or an int for all sequences.
-    """
-
-    rows: Tensor
-    count: Tensor | int
-
-
-def _query_sample(inputs: Inputs) -> _QuerySample:
-    """Every s-th of the real queries."""
+def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
+    """Every s-th real query (B, Hq, M, D), filled up with zeros; how many a key head has, (B, 1, 1, 1) or an int."""
     query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
     if real is None:
         stride = max(1, whole.queries // QUERY_SAMPLE)
-        rows = query[:, :, -whole.first_query % stride :: stride]
-        return _QuerySample(rows, -(-whole.queries // stride) * inputs.gqa_ratio)
+        return query[:, :, -whole.first_query % stride :: stride], -(-whole.queries // stride) * inputs.gqa_ratio
     subset, chosen = sample(real, QUERY_SAMPLE)
-    return _QuerySample(subset.take(query), (chosen.sum(-1)[:, None, None, None] * inputs.gqa_ratio).clamp_min(1))
+    return subset.take(query), (chosen.sum(-1)[:, None, None, None] * inputs.gqa_ratio).clamp_min(1)
 
 
-def _query_moments(inputs: Inputs) -> QueryMoments:
-    queries, scale = _query_sample(inputs), inputs.scale
-    rows = working(queries.rows.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
-    total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
-    return QueryMoments(scale * total / queries.count, scale**2 * square / queries.count)
-
-
-def _frame(inputs: Inputs) -> Frame:
+@statistic
+def frame(inputs: Inputs) -> Frame:
+    """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled_at_once(inputs, key, value):
-        compiled_frame = _compiled_frame(inputs, key, value)
-        if compiled_frame is not None:
-            return compiled_frame
+    if compiled_at_once(inputs, key, value) and (compiled := _compiled_frame(inputs, key, value)) is not None:
+        return compiled
     moments = query_moments(inputs)
-    second = moments.second
-    root = triangular_root(second, RIDGE)
-    totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
+    second, root = moments.second, triangular_root(moments.second, RIDGE)
+    dtype, count = second.dtype, second.new_full((1, 1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
-        count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
+        count = inputs.valid.sum(-1)[:, None, None, None].clamp_min(1)
+    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, dtype=dtype).square()[..., None, None]
     sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
-    key_sum, value_sum, square = (totals.sum(part) for part in sums)
-    key_mean, value_mean, square = key_sum / count.unsqueeze(-1), value_sum / count.unsqueeze(-1), square / count
-    square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
-    unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+    mean, value_mean, mean_square = (inputs.whole.totals.sum(part) / count for part in sums)
+    variance = mean_square - value_mean.square().sum(-1, keepdim=True)
+    unit = variance.clamp_min(torch.finfo(dtype).tiny).rsqrt()
     form = torch.cat([root.mT, moments.mean], 2)
-    return Frame(key_mean, value_mean, root, unit, form, form @ key_mean.mT)
+    return Frame(mean, value_mean, root, unit, form, form @ mean.mT)
 
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
-    """The frame and the query moments in one pass by a kernel; None if a factorisation fails and needs torch."""
-    queries = _query_sample(inputs)
+    """The frame and the query moments by a kernel; None if a factorisation fails and needs torch."""
+    queries, count = _query_sample(inputs)
     real = [inputs.keys] * inputs.batch if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1).tolist()
-    count = queries.count
     query_counts = [count] * inputs.batch if isinstance(count, int) else count.flatten().tolist()
     counts = torch.tensor([query_counts, real], dtype=torch.float32, device="cpu")
-    statistics = native.frame(queries.rows, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
+    statistics = native.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
     if statistics is None:
         return None
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
-    inputs.remember("query_moments", lambda: moments)
+    inputs.remember(("query_moments",), lambda: moments)
     return Frame(**statistics)
 
 
-def _seen(inputs: Inputs, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Spread and importance of every key."""
-    key, form, shift = inputs.key.detach(), frame.form, frame.shift
-    key = working(key)
+@statistic
+def key_statistics(inputs: Inputs) -> KeyStatistics:
+    """Importance and score spread of every key; `clusters` computes them, too. Cost O(n D^2)."""
+    units, key = frame(inputs), working(inputs.key.detach())
     spread = key.new_empty(key.shape[:3])
-    flat = [rows.flatten(0, 1) for rows in (key, frame.root, frame.mean @ frame.root, spread)]
-    for part, rows in pieces(flat[0].shape[0], flat[0].shape[1], key.shape[-1]):
-        on_query = (flat[0][part, rows] @ flat[1][part]).sub_(flat[2][part])
-        flat[3][part, rows] = torch.linalg.vector_norm(on_query, dim=-1)
+    parts = key, units.root, units.mean @ units.root, spread
+    rows, root, middle, length = (part.flatten(0, 1) for part in parts)
+    for heads, piece in _pieces(*rows.shape):
+        length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
     spread.square_()
-    return spread, _importance(spread, (key @ form[:, :, -1:].mT).squeeze(-1) - shift[:, :, -1])
+    on_mean = (key @ units.form[:, :, -1:].mT).squeeze(-1) - units.shift[:, :, -1]
+    return KeyStatistics(spread, _importance(spread, on_mean))
 
 
-def _importance(spread: Tensor, along: Tensor) -> Tensor:
-    """`m . k + k^T C k / 2` where `k^T C k = E (q . k)^2 - (m . k)^2`."""
-    return along + 0.5 * (spread - along.square())
+def _importance(spread: Tensor, on_mean: Tensor) -> Tensor:
+    """`m . k + k^T C k / 2` where `k^T C k = E (q . k)^2 - (m . k)^2`; `on_mean`: m . k."""
+    return on_mean + 0.5 * (spread - on_mean.square())
 
 
-def _clusters(inputs: Inputs, count: int) -> KeyClusters:
+@statistic
+def clusters(inputs: Inputs, count: int) -> KeyClusters:
+    """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
     units, subset = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs, key, value, units.form):
@@ -229,8 +175,8 @@ def _clusters(inputs: Inputs, count: int) -> KeyClusters:
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real
         results = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
-        label, distance, spread, seen, importance = results
-        inputs.remember("key_statistics", lambda: KeyStatistics(spread, seen))
+        label, distance, spread, key_importance, importance = results
+        inputs.remember(("key_statistics",), lambda: KeyStatistics(spread, key_importance))
         return KeyClusters(label, distance, importance)
     centres, importance = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
@@ -238,8 +184,11 @@ def _clusters(inputs: Inputs, count: int) -> KeyClusters:
     on_value = units.unit * centres[..., inputs.head_dim :]
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ units.mean.mT - on_value @ units.value_mean.mT
-    spread, nearest, square, label = _survey(inputs, units, torch.cat([on_key, on_value], -1), constant)
-    energy = spread + square * units.unit.square().squeeze(-1)
+    nearest, label = _nearest(key, value, torch.cat([on_key, on_value], -1), constant)
+    value, middle = working(value), units.value_mean
+    square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
+    square = square + middle.square().sum(-1)
+    energy = key_statistics(inputs).spread + square * units.unit.square().squeeze(-1)
     # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
     return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
 
@@ -250,72 +199,70 @@ def _sampled(count: int) -> tuple[int, int]:
     return min(most, max(most // 2, FEW_KEYS)), most
 
 
-def _survey(inputs: Inputs, frame: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Spread, largest closeness (as in `_nearest`), `|v - mean|^2` and label of every key (B, H, N)."""
-    key, value, middle = inputs.key.detach(), inputs.value.detach(), frame.value_mean
-    nearest, label = _nearest(key, value, centre, constant)
-    value = working(value)
-    square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
-    return key_statistics(inputs).spread, nearest, square + middle.square().sum(-1), label
-
-
 def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c.
-
-    centre (B, H, C, D + Dv), constant (B, H, C, 1).
+    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c, for centres
+    (B, H, C, D + Dv) and constants (B, H, C, 1).
     """
-    key, value = working(key), working(value)
-    nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
+    sizes, rows, values = key.shape[:2], working(key).flatten(0, 1), working(value).flatten(0, 1)
+    nearest = rows.new_empty(rows.shape[:2])
     label = torch.empty_like(nearest, dtype=torch.int64)
     centre, constant = centre.flatten(0, 1).mT, constant.flatten(0, 1).mT
     on_key, on_value = centre.split([key.shape[-1], value.shape[-1]], 1)
-    for part, rows in pieces(nearest.shape[0], nearest.shape[1], centre.shape[-1]):
-        closeness = torch.baddbmm(constant[part], key.flatten(0, 1)[part, rows], on_key[part])
-        closeness.baddbmm_(value.flatten(0, 1)[part, rows], on_value[part])
-        nearest[part, rows], label[part, rows] = closeness.max(-1)
-    return nearest.unflatten(0, key.shape[:2]), label.unflatten(0, key.shape[:2])
+    for heads, piece in _pieces(len(nearest), nearest.shape[1], centre.shape[-1]):
+        closeness = torch.baddbmm(constant[heads], rows[heads, piece], on_key[heads])
+        closeness.baddbmm_(values[heads, piece], on_value[heads])
+        nearest[heads, piece], label[heads, piece] = closeness.max(-1)
+    return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
+
+
+def _pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of heads and of rows, so small that `width` numbers per row stay in cache."""
+    most = PIECE * torch.get_num_threads()
+    heads_at_once = max(1, most // max(1, rows * width))
+    step = max(1, most // width if heads_at_once == 1 else rows)
+    for head in range(0, heads, heads_at_once):
+        for start in range(0, rows, step):
+            yield slice(head, head + heads_at_once), slice(start, start + step)
 
 
 def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    totals, form, impl = inputs.whole.totals, frame.form, inputs.impl
+    totals, form = inputs.whole.totals, frame.form
     key, value = (working(subset.take(rows.detach())) for rows in (inputs.key, inputs.value))
-    seen = (key @ form.mT).sub_(frame.mean @ form.mT)
-    on_query, on_value = seen[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
-    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), seen[..., -1])
-    scores, hidden = importance, None
+    products = (key @ form.mT).sub_(frame.mean @ form.mT)
+    on_query, on_value = products[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
+    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
+    real_importance, hidden = importance, None
     if subset.real is not None:
         hidden = ~subset.real[:, None].expand(-1, key.shape[1], -1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    top = totals.max(row_maximum(scores))
-    weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
+        real_importance = real_importance.masked_fill(hidden, -torch.inf)
+    top = totals.max(row_maximum(real_importance))
+    weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight = weight.masked_fill(hidden, 0.0)
-        on_query, on_value = (rows.masked_fill(hidden.unsqueeze(-1), 0.0) for rows in (on_query, on_value))
     # The sample is small: each of several processes takes the same steps on all of it.
-    parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, scores))
-    on_query, on_value, importance, weight, scores = parts
-    first = _seeds(scores, count)
+    parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, real_importance))
+    on_query, on_value, importance, weight, real_importance = parts
+    first = _seeds(real_importance, count)
     places = first.unsqueeze(-1)
     centres = torch.cat([x.gather(-2, places.expand(-1, -1, -1, x.shape[-1])) for x in (on_query, on_value)], -1)
     mean_importance = importance.gather(-1, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
         _, label = _nearest(on_query, on_value, centres, half)
-        total = torch.cat(label_sums(on_query, on_value, label, weight, count, impl), -1)
-        mass, along = (
+        total = torch.cat(label_sums(on_query, on_value, label, weight, count, inputs.impl), -1)
+        mass, importance_sum = (
             weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)
         )
         least = mass.clamp_min(torch.finfo(mass.dtype).tiny)
         centres = torch.where((mass > 0).unsqueeze(-1), total / least.unsqueeze(-1), centres)
-        mean_importance = torch.where(mass > 0, along / least, mean_importance)
+        mean_importance = torch.where(mass > 0, importance_sum / least, mean_importance)
     return centres, mean_importance
 
 
 def _seeds(scores: Tensor, count: int) -> Tensor:
-    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of their rank.
-
-    Ranks, not positions: the result does not depend on the order of the keys.
+    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of rank. The
+    order of the keys does not matter.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)  # stable, as in the kernels
     head = count // 4
@@ -327,7 +274,7 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
-    """Operations per key, for `Work.shared`: Lloyd's steps on a sample, one assignment and the sums over all keys."""
+    """Operations per key, for `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
     used = min(1.0, _sampled(count)[1] / inputs.keys)
     operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
     return {f"{count} clusters": operations}

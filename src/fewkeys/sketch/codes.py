@@ -6,19 +6,18 @@ power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diag
     k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
-After the rotation a key's numbers are nearly Gaussian whatever the key was, so four levels, -3, -1, 1 and 3 times
-sigma / 2, serve all of them: for a Gaussian, evenly spaced levels are best where they are 0.996 sigma apart. Nothing is
-learned, and a key's code depends on the key and the first block alone. A query is rotated, too, and rounded to integers
-from -10 to 10. Then
+After the rotation the numbers of any key are nearly Gaussian, so four levels, -3, -1, 1 and 3 times sigma / 2, serve
+all keys: for a Gaussian, evenly spaced levels are best 0.996 sigma apart. A code depends on its key and the first block
+alone. A query is rotated, too, and rounded to integers from -10 to 10. Then
 
     score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 
-is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Codes take sums in a
-fixed order, products that are exact and operations that round correctly, and scores are integers: so all code that
-scans the same keys chooses the same ones, to the last bit. Keys more than 8 rho from m count as if they were at 8.
+is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Codes use sums in a
+fixed order, exact products and correctly rounded operations: every implementation chooses the same keys, bit for bit.
+Keys more than 8 rho from m count as if they were at 8.
 
-The idea of a random rotation before scalar codes is RaBitQ's (Gao and Long, SIGMOD 2024) and TurboQuant's (Zandieh et
-al., 2025); tables of pairs in registers are those of fast scans (Andre et al., 2017).
+Sources: RaBitQ (Gao and Long, SIGMOD 2024) and TurboQuant (Zandieh et al., 2025) for a random rotation before scalar
+codes; fast scans (Andre et al., 2017) for tables of pairs in registers.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from torch.nn.functional import pad
 from fewkeys.core.precision import working
 
 BLOCK = 32
-"""Keys of a block: they are coded together, and leave the unfinished block of a query together."""
+"""Keys of a block."""
 LEVELS = 10
-"""Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
+"""Queries are rounded to integers up to this: two pairs of products fit into a byte."""
 LEAST_WIDE = 16
-"""The least W. With it, a block of codes fills the widest registers."""
+"""The least W: a block of codes fills the widest registers."""
 UNIT = 4096
-"""`sigma_int` of a key as far from the middle as the first block's are."""
+"""`sigma_int` of a key at distance rho from the middle."""
 LARGEST_SIGMA = 2**15 - 1
 NONE = -(2**15)
-"""Below every score."""
+"""The score of a key that may not be chosen: below all others."""
 PIECE = 2**22
-"""Scores held at a time (16 MB)."""
+"""Scores in memory at a time (16 MB)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
     """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32.
 
-    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair of numbers 32 nibbles. Bytes 0, 2, .. hold the keys
-    0 to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
-    holds `code_2p + 2` and, two bits higher, that of 2p + 1.
-    `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond the last key. Bytes: W / 4 + 2 for every key.
+    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair p of numbers 32 nibbles. Bytes 0, 2, .. hold keys 0
+    to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
+    holds `code_2p + 2` and, two bits higher, `code_(2p+1) + 2`. `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond
+    the last key. Bytes: W / 4 + 2 for every key.
     """
 
     packed: Tensor
@@ -75,7 +74,7 @@ def width(dim: int) -> int:
 
 @lru_cache
 def signs(dim: int, device: torch.device) -> Tensor:
-    """The diagonal of S (W,): 1 and -1 in float32, drawn once for all time; zeros beyond `dim`."""
+    """The diagonal of S (W,), float32: 1 and -1, the same in every process; zeros beyond `dim`."""
     generator = torch.Generator("cpu").manual_seed(dim)
     # Kernels read float32, whatever the default dtype is at the first call.
     drawn = torch.randint(2, (dim,), generator=generator, device="cpu").float() * 2 - 1
@@ -83,7 +82,7 @@ def signs(dim: int, device: torch.device) -> Tensor:
 
 
 def rotated(rows: Tensor) -> Tensor:
-    """H S x (..., W) of rows x (..., D), which is sqrt(W) times as long; the order of the sums is the kernels'."""
+    """H S x (..., W) of rows x (..., D), sqrt(W) times as long; sums in the kernels' order."""
     x = pad(rows, (0, width(rows.shape[-1]) - rows.shape[-1])) * signs(rows.shape[-1], rows.device)
     step = 1
     while step < x.shape[-1]:
@@ -95,18 +94,16 @@ def rotated(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What codes of keys are relative to: `middle` (B, Hkv, 1, D), m, and `spread` (B, Hkv, 1), rho."""
+    """`middle` (B, Hkv, 1, D), m, and `spread` (B, Hkv, 1), rho, of the first block of keys."""
 
     middle: Tensor
     spread: Tensor
 
     @staticmethod
     def of(key: Tensor, valid: Tensor | None = None) -> Frame:
-        """That of the first block of keys (B, Hkv, N, D), which every query that needs codes has seen."""
+        """The frame of keys (B, Hkv, N, D); `valid` (B, N) marks the real ones."""
         first = working(key[:, :, :BLOCK].detach())
-        real = (
-            first.new_ones(1, 1, first.shape[2], 1) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
-        )
+        real = torch.ones_like(first[..., :1]) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
         count = real.sum(2, keepdim=True).clamp_min(1)
         middle = (first * real).sum(2, keepdim=True) / count
         square = ((first - middle).double().square() * real).sum((2, 3)) / count[..., 0, 0]
@@ -121,13 +118,13 @@ def encode(key: Tensor, frame: Frame) -> Codes:
         square = torch.add(*square.chunk(2, -1))
     sigma = (square / turned.shape[-1]).sqrt().to(turned.dtype)
     code = (turned >= -sigma).byte() + (turned >= 0) + (turned >= sigma)
-    whole = (sigma.squeeze(-1) * UNIT / frame.spread).round()
-    whole = torch.where(whole < LARGEST_SIGMA, whole, LARGEST_SIGMA).short()
+    sigma_int = (sigma.squeeze(-1) * UNIT / frame.spread).round()
+    sigma_int = torch.where(sigma_int < LARGEST_SIGMA, sigma_int, LARGEST_SIGMA).short()
     fill = -key.shape[2] % BLOCK
     pairs = pad(code, (0, 0, 0, fill)).unflatten(-1, (-1, 2))
     low, high = (pairs[..., 0] | pairs[..., 1] << 2).unflatten(2, (-1, 2, 2, BLOCK // 4)).unbind(3)
     packed = (low | high << 4).permute(0, 1, 2, 5, 4, 3).flatten(-2)
-    return Codes(packed.contiguous(), pad(whole, (0, fill)))
+    return Codes(packed.contiguous(), pad(sigma_int, (0, fill)))
 
 
 def rounded(query: Tensor, scale: float = 1.0) -> Tensor:
@@ -141,8 +138,8 @@ def rounded(query: Tensor, scale: float = 1.0) -> Tensor:
 def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: int) -> Tensor:
     """The places (B, Hq, Nq, K) of the K = `count` best keys of every query, int32, ascending, -1 for none at the end.
 
-    query: `rounded`; seen (Nq,), ascending: query i chooses among the first `seen_i` keys, those that are `real`
-    (B, N). Of equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
+    query: `rounded`; seen (Nq,), ascending: query i chooses among the first `seen_i` keys, those `real` (B, N). Of
+    equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
     """
     batch, heads, queries, _ = query.shape
     level = codes.levels()
@@ -164,16 +161,15 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
 
 
 def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
-    """(B, Hq, Nq, N), int32: of queries, `rounded`, with keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
+    """(B, Hq, Nq, N), int32, for `rounded` queries and keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
     by_head = query.unflatten(1, (level.shape[1], -1))
     total = by_head.float().flatten(2, 3) @ level.mT
-    score = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
-    by_query: Tensor = score.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-    return by_query
+    score: Tensor = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
+    return score.view(*query.shape[:3], level.shape[2])
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest (..., N), ascending, of equal ones the first; -1 for those that are `NONE`."""
+    """The places of the `count` largest scores (..., N), ascending, the first of equal ones; -1 where it is `NONE`."""
     keys = score.shape[-1]
     if not keys:
         return score.new_full((*score.shape[:-1], count), -1)

@@ -1,9 +1,8 @@
 """What a bias of distances adds to the importance of keys for a cohort.
 
 If scores and distances were independent inside a cohort, a key's importance `log E exp(q . k_j + b)` would be the sum
-of `log E exp(q . k_j)` and `log E exp(b)`. A query whose band holds the key does not need it in a list: the second mean
-is over the other queries. It is taken from blocks of queries to blocks of keys, of `BLOCK` tokens each: it orders keys,
-and lies in no output.
+of `log E exp(q . k_j)` and `log E exp(b)`. A query whose band holds the key does not need it in a list, so the second
+mean is over the other queries. It is computed by blocks of `BLOCK` queries and keys: it only orders keys.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.sketch.cohorts import Cohorts
 
 BLOCK = 8
-"""Lists chosen by blocks of so many tokens have 3 % more error than those chosen token by token (MPNet, 64 slots)."""
+"""Lists chosen by blocks of this size have 3 % more error than those chosen token by token (MPNet, 64 slots)."""
 
 
 def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: tuple[int, int] | None) -> Tensor:
     """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head, over the cohort's queries whose band does not
-    hold the key; least where all do, and no less than the rounding of the sums.
+    hold the key; least where all do.
 
-    Sums over a cohort are correlations of its blocks with the table: cost O(n H).
+    Sums over a cohort are correlations of its blocks with the table, cut at their rounding. Cost O(n H).
     """
     x, place = inputs, cohorts.place
     # A block begins with the first real token, so that padding before it changes nothing.
@@ -38,24 +37,23 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     spectrum = rfft(members[..., :total].unflatten(-1, (x.gqa_ratio, queries)), length)
     product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(1)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)
-    mean = mass / count.clamp_min(1 / BLOCK**2)
+    mean: Tensor = mass / count.clamp_min(1 / BLOCK**2)
     least = torch.finfo(mean.dtype).eps * mean.amax(-1, keepdim=True)
     mean = mean.maximum(least.clamp_min(torch.finfo(mean.dtype).tiny)).log()
     at = (torch.arange(x.keys, device=place.device) + lead[:, None]) // BLOCK
-    by_key: Tensor = mean.gather(-1, at[:, None, None].expand(*mean.shape[:3], -1))
-    return by_key
+    return mean.gather(-1, at[:, None, None].expand(*mean.shape[:3], -1))
 
 
 def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, queries: int, keys: int) -> Tensor:
-    """(Hkv, 2, R, queries + keys - 1): means over the pairs of a block of queries and one of keys, by the blocks'
-    distance, of exp(bias), as a part of the largest, and of ones; both outside the band.
+    """(Hkv, 2, R, queries + keys - 1): for every distance of a block of queries and one of keys, means over their pairs
+    outside the band: of exp(bias), relative to the largest, and of ones.
     """
     distance = torch.arange(1 - queries * BLOCK, keys * BLOCK, device=bias.table.device) - x.offset
-    table = bias.at(torch.arange(x.query_heads, device=distance.device)[:, None], distance).unflatten(
-        0, (x.kv_heads, -1)
-    )
-    both = torch.stack([(table - table.amax((1, 2), keepdim=True)).exp(), torch.ones_like(table)], 1)
+    head = torch.arange(x.query_heads, device=distance.device)
+    table = bias.at(head[:, None], distance).unflatten(0, (x.kv_heads, -1))
+    weights = torch.stack([(table - table.amax((1, 2), keepdim=True)).exp(), torch.ones_like(table)], 1)
     if band is not None:
-        both = both.masked_fill((distance >= -band[0]) & (distance <= band[1]), 0.0)
-    by_block: Tensor = avg_pool1d(avg_pool1d(both.flatten(0, 2), BLOCK, 1), BLOCK, BLOCK).unflatten(0, both.shape[:3])
+        weights = weights.masked_fill((distance >= -band[0]) & (distance <= band[1]), 0.0)
+    means = avg_pool1d(avg_pool1d(weights.flatten(0, 2), BLOCK, 1), BLOCK, BLOCK)
+    by_block: Tensor = means.unflatten(0, weights.shape[:3])
     return by_block

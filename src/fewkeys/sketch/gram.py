@@ -1,8 +1,7 @@
 """Gram matrices of rows, and their inverse roots: the linear algebra of all scores of keys.
 
-Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled or mixed by an invertible matrix. So every
-factorisation here first scales the columns to norms near one: columns of very different size cost no accuracy. Powers
-of two scale without rounding.
+Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled. `root64` first scales them to norms near one,
+by powers of two, which do not round: columns of very different size cost no accuracy.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 SUBSPACE_STEPS = 3
 LEAST_DIRECTION = 4e-6
-"""Weaker directions of a subspace, relative to the strongest, count as rounding of float32; the same in every dtype."""
+"""Weaker directions of a subspace, relative to the strongest, count as rounding, in every dtype."""
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -23,42 +22,45 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of small matrices, summed in float64: the bits do not depend on the number of threads, whose order
-    of summation differs.
-    """
-    result: Tensor = (left.double() @ right.double()).to(left.dtype)
-    return result
+    """`left @ right` of small matrices, summed in float64: the bits do not depend on the number of threads."""
+    return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
 def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
     """A square W (..., D, D) with `W W^T = matrix^+`, for symmetric positive semidefinite matrices.
 
-    Cholesky where every matrix of the batch is well conditioned; otherwise the eigenvalues decide the rank in
-    float64: those up to `max(tolerance, D * eps(input dtype)) * largest eigenvalue` count as zero, and their columns
-    of W are zero.
+    `cholesky_whitener` where it exists; otherwise the eigenvalues decide the rank in float64: those up to
+    `max(tolerance, D * eps(input dtype)) * largest eigenvalue` count as zero, and their columns of W are zero.
     """
-    size = matrix.shape[-1]
-    eps = torch.finfo(matrix.dtype).eps
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    smallest = diagonal.amin(-1) ** 2
-    if not bool(((info == 0) & (smallest > 100 * size * eps * diagonal.amax(-1) ** 2)).all()):
-        values, vectors = torch.linalg.eigh(matrix.double())
-        floor = max(tolerance, size * eps)
-        keep = values > floor * values.amax(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-        inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-        root: Tensor = (vectors * inverse.unsqueeze(-2)).to(matrix.dtype)
+    root = cholesky_whitener(matrix)
+    if root is not None:
         return root
+    values, vectors = torch.linalg.eigh(matrix.double())
+    info = torch.finfo(matrix.dtype)
+    floor = max(tolerance, matrix.shape[-1] * info.eps)
+    keep = values > floor * values.amax(-1, keepdim=True).clamp_min(info.tiny)
+    inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+    return torch.mul(vectors, inverse.unsqueeze(-2)).to(matrix.dtype)
+
+
+def cholesky_whitener(matrix: Tensor) -> Tensor | None:
+    """An upper triangular W with `W W^T = matrix^-1`; None unless every matrix of the batch is well conditioned."""
+    size = matrix.shape[-1]
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    floor = 100 * size * torch.finfo(matrix.dtype).eps
+    if not bool(((info == 0) & (pivots.amin(-1) > floor * pivots.amax(-1))).all()):
+        return None
     eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    solved: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
-    return solved
+    root: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    return root
 
 
 def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
     """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately. Never fails.
 
-    The matrices are positive semidefinite up to rounding. If rounding has made one indefinite (fewer rows than
-    dimensions), its eigenvalues below the ridge are raised to it, in float64. No matrix depends on the others.
+    If rounding has made a semidefinite matrix indefinite, its eigenvalues below the ridge are raised to it, in float64.
+    No matrix depends on the others.
     """
     least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -78,7 +80,7 @@ def score_rows(rows: Tensor, root: Tensor) -> Tensor:
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """The powers of two just above positive `sizes`, one in place of zero: factors without rounding."""
+    """The powers of two just above positive `sizes`, and 1 for zero: factors that do not round."""
     exponent = torch.frexp(sizes).exponent
     return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), torch.ones_like(sizes))
 
@@ -94,8 +96,8 @@ def gram64(rows: Tensor) -> Tensor:
 def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """A float64 W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the Gram matrix of rows of `dtype`.
 
-    Directions count as absent when the rows' size in them is below the rounding of the rows themselves: a few units
-    in the last place of `dtype` next to the strongest direction, after scaling the columns.
+    Directions in which the rows are below their own rounding count as absent: after scaling the columns, a few units in
+    the last place of `dtype` of the strongest direction.
     """
     scale = power_of_two(matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()).unsqueeze(-1)
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
@@ -105,21 +107,15 @@ def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
 
-    Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small batches.
-    Any orthonormal result is valid, the leading one is the best. Columns whose size is at most `LEAST_DIRECTION` of the
-    first are zero: rounding would determine them, and gradients would follow.
+    Block power iteration from a cosine basis, far cheaper than an eigendecomposition. Columns whose size is at most
+    `LEAST_DIRECTION` of the first are zero: rounding would determine them and their gradients.
     """
     dtype, matrix = matrix.dtype, matrix.double()  # as `product`
-    basis = cosines(matrix, rank).expand(*matrix.shape[:-1], rank)
+    size = matrix.shape[-1]
+    grid = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
+    basis = torch.cos((grid[:, None] + 0.5) * grid[:rank] * (torch.pi / size)).expand(*matrix.shape[:-1], rank)
     for _ in range(SUBSPACE_STEPS):
         basis, sizes = torch.linalg.qr(matrix @ basis)
         sizes = sizes.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-2)
         basis = basis * (sizes > LEAST_DIRECTION * sizes[..., :1])
     return basis.to(dtype)
-
-
-def cosines(like: Tensor, count: int) -> Tensor:
-    """The first `count` rows of the cosine basis as columns (D, count), for rows of `like` (..., D)."""
-    size = like.shape[-1]
-    grid = torch.arange(size, dtype=like.dtype, device=like.device)
-    return torch.cos((grid[:, None] + 0.5) * grid[:count] * (torch.pi / size))

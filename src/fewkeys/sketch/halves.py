@@ -16,16 +16,14 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
 
     A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and split in the middle. u starts
-    as the longest y_j, goes through power iterations, and then through steps of balanced 2-means: minus the sum of the
-    left half. Rows of a set stay in their order; unused places come last in the last sets. The direction of a large
-    set is computed from every s-th row.
+    as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Large
+    sets use every s-th row for u. Rows of a set stay in their order; unused places come last in the last sets.
     """
-    sets, rest = rows.shape[0], -rows.shape[1] % count
-    place = pad(torch.arange(rows.shape[1], device=rows.device), (0, rest), value=-1).expand(sets, -1)
-    size = place.shape[1]
-    rows = pad(rows, (0, 0, 0, rest))
-    while size > place.shape[1] // count:
-        parts, real = rows.reshape(-1, size, rows.shape[-1]), (place >= 0).reshape(-1, size)
+    (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
+    place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
+    size, rows = many + fill, pad(rows, (0, 0, 0, fill))
+    while size > (many + fill) // count:
+        parts, real = rows.reshape(-1, size, dim), (place >= 0).reshape(-1, size)
         metrics = metric.repeat_interleave(parts.shape[0] // sets, 0)
         step = sample_step(size)
         along = direction(parts[:, ::step], real[:, ::step], metrics)
@@ -35,13 +33,12 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
         rows = parts.gather(1, order.unsqueeze(-1).expand_as(parts)).reshape(rows.shape)
         place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
         size //= 2
-    result: Tensor = place.unflatten(1, (count, -1))
-    return result
+    return place.reshape(sets, count, size)
 
 
 def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, from every `step`-th row
-    of a set.
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both from every
+    `step`-th row of a set.
     """
     sampled = place[..., ::step]
     real = (sampled >= 0).unsqueeze(-1)
@@ -52,8 +49,8 @@ def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 
 def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
-    """The direction (R, 1, F) whose product with rows orders the sets, from samples (R, s, F); `real` (R, s) marks the
-    rows that exist. `metric` (R, F, F).
+    """The vector (R, 1, F) whose products with rows order the sets, from samples (R, s, F), those `real` (R, s);
+    `metric` (R, F, F).
     """
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
@@ -72,5 +69,5 @@ def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
 
 
 def sample_step(size: int) -> int:
-    """The step between the rows that give the direction of a set of `size` places."""
+    """The step between the sampled rows of a set of `size` places."""
     return max(1, size // SPLIT_SAMPLE)

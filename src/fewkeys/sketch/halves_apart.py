@@ -1,8 +1,8 @@
 """The sets of `fewkeys.sketch.halves` for rows that are distributed over processes.
 
-Rows are not moved. All processes get the same sample of every set, and so the same direction. They find the median
-score by radix selection. The traffic does not depend on the number of rows: for each of `count` sets about twice
-`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+Rows are not moved. All processes get the same sample of every set, so the same direction, and find the median score by
+radix selection. The traffic for each of `count` sets is about twice `SPLIT_SAMPLE` rows, and 256 numbers for every byte
+of a score.
 
 Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the order of all rows, the first runs of all
 processes come before the second ones. A label (R, G, m) is the set of every row of this process.
@@ -20,10 +20,7 @@ BYTE = 8
 
 
 def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Tensor:
-    """The labels of rows in the `count` sets that `halves.split` makes of all rows; `metric` (R, F, F).
-
-    Rounding may move scores near the median to its other side.
-    """
+    """The labels of rows in the `count` sets of `halves.split`, up to the rounding of scores; `metric` (R, F, F)."""
     rounds, runs, _, dim = rows.shape
     label = torch.zeros(rows.shape[:3], dtype=torch.int64, device=rows.device)
     sets, size = 1, 0
@@ -32,7 +29,7 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
         size = size or -(-int(real.max()) // count) * count
         step = sample_step(size)
         slots = -(-size // step)
-        # Rows outside the sample go to an extra last place.
+        # The last slot is for rows outside the sample.
         slot = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
         sample = rows.new_zeros((rounds, sets * slots + 1, dim))
         sample.scatter_(1, slot.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
@@ -46,9 +43,7 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
 
 
 def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, from every `step`-th row
-    of a set.
-    """
+    """`halves.described` of the sets that labels give."""
     place, _ = places(label, count, totals)
     flat, label = rows.flatten(1, 2), label.flatten(1)
     sampled = (place.flatten(1) % step == 0).to(rows.dtype)
@@ -72,9 +67,8 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows (R, G, m) have one of the `rank` smallest scores of their set; among equal scores the first rows.
-
-    `real` (R, sets): the number of rows of each set.
+    """Which rows (R, G, m) have one of the `rank` smallest scores of their set, which has `real` (R, sets) rows; the
+    first of equal ones.
     """
     number, sets = ordered(score), real.shape[1]
     left, prefix = torch.full_like(real, rank), torch.zeros_like(real)

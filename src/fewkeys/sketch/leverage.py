@@ -2,8 +2,8 @@
 
 `score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`, in [0, 1], summing to rank(K). With weights
 `|s|^2` no query can give key j more attention than its score, so the keys with `score >= eps` hold every entry >= eps,
-for any query (LevAttention, arXiv 2410.05462, section 2). For weights `|s|^p` the same holds of the l_p sensitivities,
-bounded from above in lewis.py.
+for any query (LevAttention, arXiv 2410.05462, section 2). The same holds for weights `|s|^p` and the l_p sensitivities,
+which lewis.py bounds from above.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_finite, check_real, check_tensor
-from fewkeys.sketch.gram import gram, score_rows, whitener
+from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows, whitener
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 ROUNDING = 1e-9
-"""float64 scores count from `eps * (1 - ROUNDING)` on, so that rounding cannot drop a key at exactly eps."""
+"""float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at exactly eps."""
 
 
 @full_precision()
@@ -30,11 +30,10 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
     The proofs are in fewkeys/sketch/lewis.py.
 
     Args:
-        key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0), fewer keys than dimensions and any
-            rank deficiency are allowed.
+        key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.
         power: p > 0.
         ridge: lambda >= 0, for power 2 only: `k_j^T (K^T K + lambda I)^-1 k_j`, the supremum with `lambda |y|^2` added
-            below the line; small for keys whose direction is hardly there.
+            to the denominator.
 
     Returns:
         (B, H, N), in [0, 1], float64 for float64 input and float32 otherwise. Cost O(N D^2) for power 2,
@@ -52,21 +51,12 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
     if ridge < 0 or (ridge > 0 and power != 2):
         raise ValueError(f"ridge: expected 0, or a positive number with power=2, got {ridge} with power={power}")
     check_finite(key=rows)
-    if power != 2 or (rows.dtype == torch.float64 and not ridge):
-        return sensitivity_bounds(rows, power).to(rows.dtype)
-    matrix = gram(rows)
     if ridge:
         # A ridge far below the rounding of the Gram matrix gives the pseudoinverse, its limit.
-        matrix = matrix + ridge * torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-    elif not _well_conditioned(matrix):
+        eye = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+        return score_rows(rows, whitener(gram(rows) + ridge * eye))
+    root = None if power != 2 or rows.dtype == torch.float64 else cholesky_whitener(gram(rows))
+    if root is None:
         # float32 would treat directions below 1/400 of the strongest as absent.
         return sensitivity_bounds(rows, power).to(rows.dtype)
-    return score_rows(rows, whitener(matrix))
-
-
-def _well_conditioned(matrix: Tensor) -> bool:
-    """Whether `whitener` would take the Cholesky factor of every matrix."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    floor = 100 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps
-    return bool(((info == 0) & (pivots.amin(-1) > floor * pivots.amax(-1))).all())
+    return score_rows(rows, root)

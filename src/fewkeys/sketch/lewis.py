@@ -1,11 +1,11 @@
 """Upper bounds on l_p sensitivities, `sigma_j = sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p`, for every p > 0.
 
-**Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py), so sigma_j
-is the leverage score of phi(k_j) with the supremum taken over the vectors phi(y) only: never above it. The bounds sum
-to the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
+**Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py). The
+leverage score of phi(k_j) is a supremum over more vectors than the phi(y), so it is at least sigma_j. The bounds sum to
+the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
 
 **Any p, Lewis weights.** Take positive weights w, `M = sum_l w_l^(1-2/p) k_l k_l^T`, `tau_j = k_j^T M^+ k_j` and
-`|y|_M^2 = y^T M y`. Cauchy-Schwarz gives `<k_j, y>^2 <= tau_j |y|_M^2` (*), for every w. From it, again for every w:
+`|y|_M^2 = y^T M y`. For every w, `<k_j, y>^2 <= tau_j |y|_M^2` (*) by Cauchy-Schwarz, and therefore:
 
 - p <= 2: `<k_l, y>^2 <= |<k_l, y>|^p (tau_l |y|_M^2)^((2-p)/2)` by (*), so
   `|y|_M^2 <= |y|_M^(2-p) C sum_l |<k_l, y>|^p` with `C = max_l (tau_l^(p/2) / w_l)^((2-p)/p)`, and
@@ -13,25 +13,23 @@ to the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(
 - p >= 2: `|y|_M^2 <= (sum_l w_l)^(1-2/p) (sum_l |<k_l, y>|^p)^(2/p)` by Hoelder, and
   `sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)`.
 
-So the bounds hold at any iterate; convergence only makes them small. At the Lewis weights, the fixed point
-`w_j = tau_j^(p/2)`, which sums to r, C is 1 and they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum
-r^(p/2)). *Converged* means: the bounds sum to at most `1 + TOLERANCE max(1, p/2)` times that
-total.
+The bounds hold at any iterate; convergence makes them small. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`,
+which sums to r, C is 1 and they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged* means:
+the bounds sum to at most `1 + TOLERANCE max(1, p/2)` times that total.
 
 The iterations:
 
 - p < 2: `w <- tau(w)^(p/2)`. If two weights differ by factors within e^(+-t), their tau differ by factors within
   e^(+-(2/p-1)t), so the map contracts the logarithms by `1 - p/2` (Cohen, Peng, arXiv 1412.0588).
 - p > 2: `w <- w^(1-2/p) tau(w)`, the leverage scores of the weighted rows. With `u_l = (1-2/p) log w_l` the function
-  `log det M = log sum_S e^(u(S)) det(K_S)^2` (Cauchy-Binet) is convex in u with gradient `e^(u_l) tau_l`. Replacing
-  it by its tangent in `F = log det M - (1-2/p) sum_l w_l` gives a minorant whose maximum is this step. F never
-  decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for every
-  p > 2, also p >= 4, where the first one need not. Near the fixed point its rate is at most `1 - 2/p`.
+  `log det M = log sum_S e^(u(S)) det(K_S)^2` (Cauchy-Binet) is convex in u with gradient `e^(u_l) tau_l`.
+  Replacing it by its tangent in `F = log det M - (1-2/p) sum_l w_l` gives a minorant whose maximum is this step. So F
+  never decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for
+  every p > 2 (the first one need not for p >= 4), near the fixed point at a rate of at most `1 - 2/p`.
 
-Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`).
-
-Keys interact only through sums and maxima over keys, which go through a `Totals`. If keys are distributed, all
-processes take the same steps, and each computes the bounds of its keys.
+Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). Sums and
+maxima over keys go through a `Totals`: with distributed keys, all processes take the same steps, and each computes the
+bounds of its keys.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 TOLERANCE = 1e-6
 MAX_STEPS = 1000
 MAX_DOUBT = 1e-2
-"""Heads whose weighted Gram matrix has a larger relative error in float64 get the bound 1."""
+"""The largest relative error of the inverse of M; heads with a larger one get the bound 1."""
 FEATURES = 1 << 24
 """The numbers in one block of tensor features."""
 
@@ -58,7 +56,7 @@ class Lewis:
     """Weights (B, H, N) near the fixed point and the sensitivity bounds (B, H, N) proved from them, both float64.
 
     `excess` (B, H): the sum of the bounds, before they are cut at 1, over the theorem's total, less 1; infinite where
-    float64 could not invert M and the bounds are 1. `steps`: the iterations made. The bounds hold whatever the excess.
+    float64 could not invert M and the bounds are 1. `steps`: the iterations made.
     """
 
     weights: Tensor
@@ -68,16 +66,15 @@ class Lewis:
 
 
 def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Tensor:
-    """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D).
+    """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D), zero for zero rows.
 
     power = 2: the leverage scores, which are the sensitivities. Other powers: Lewis weights; for even powers whose
-    features have at most `MAX_WIDTH` columns and fewer than n, the smaller of that bound and the one from tensor
-    powers. Zero rows have bound 0. With `totals` over several processes, `rows` are this one's, possibly none.
+    features have at most `MAX_WIDTH` columns and fewer than n, the smaller of these and of the bound by tensor powers.
+    With `totals` over several processes, `rows` are this one's, possibly none.
     """
     degree = even_degree(power)
     if degree == 1:
-        basis, empty = _whitened(rows, totals)
-        return _leverage(basis, empty, None, totals)[0].clamp_max(1.0)
+        return _leverage(*_whitened(rows, totals), totals)[0].clamp_max(1.0)
     bounds = lewis_weights(rows, power, totals).bounds
     if degree and width(rows.shape[-1], degree) <= MAX_WIDTH:
         keys = int(totals.sum(torch.tensor(rows.shape[-2], device=rows.device)))
@@ -89,10 +86,9 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
 def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """Leverage scores (B, H, N) of the tensor powers of rows (B, H, N, D): bounds for power 2 * degree.
 
-    The rows are whitened first, which changes no sensitivity and keeps the features' Gram matrix from having the
-    2 * degree-th power of the rows' condition number. A head whose features are linearly dependent even so, or so
-    nearly that float64 cannot tell, gets the bound 1: leaving out directions would understate scores.
-    Cost O(n m^2) for m features.
+    The rows are whitened first, which changes no sensitivity: else the features' Gram matrix would have the
+    2 * degree-th power of the rows' condition number. A head whose features are still linearly dependent in float64
+    gets the bound 1: leaving out directions would understate scores. Cost O(n m^2) for m features.
     """
     basis, _ = _whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
@@ -111,13 +107,13 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
     """Lewis weights of rows (B, H, N, D) for a power p > 0 and the bounds of the module's header."""
     basis, empty = _whitened(rows, totals)
     rank = (~empty).sum(-1).double()
-    weights = _leverage(basis, empty, None, totals)[0]
+    target = rank.clamp_min(1).log() * max(1.0, power / 2)
+    weights, _ = _leverage(basis, empty, totals)
     real = weights > 0
     log = torch.where(real, weights, 1.0).log()
-    target = rank.clamp_min(1).log() * max(1.0, power / 2)
     steps = 0
     while True:
-        tau, doubt = _leverage(basis, empty, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0), totals)
+        tau, doubt = _leverage(basis, empty, totals, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
         sound = doubt <= MAX_DOUBT
         log_tau = torch.where(real, tau.clamp_min(torch.finfo(tau.dtype).tiny), 1.0).log()
         bounds = power / 2 * log_tau
@@ -126,11 +122,10 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
             following, bounds = bounds, bounds + (2 - power) / power * worst
         else:
             total = totals.logsumexp(torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True))
-            total = total.nan_to_num(neginf=0.0)
-            following, bounds = (1 - 2 / power) * log + log_tau, bounds + (power / 2 - 1) * total
+            following = (1 - 2 / power) * log + log_tau
+            bounds = bounds + (power / 2 - 1) * total.nan_to_num(neginf=0.0)
         reached = totals.logsumexp(torch.where(real, bounds, -torch.inf).logsumexp(-1))
-        excess = torch.where(rank > 0, (reached - target).expm1(), 0.0)
-        excess = torch.where(sound, excess, torch.inf)
+        excess = torch.where(rank > 0, (reached - target).expm1(), 0.0).where(sound, torch.inf)
         steps += 1
         # All processes must stop together, even if the last bits of their results differ.
         unfinished = totals.max((~(excess <= TOLERANCE * max(1.0, power / 2)) & sound).any().double())
@@ -143,9 +138,8 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
 
 
 def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
-    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection; r is the largest rank of a head.
-
-    Also which of the r columns are empty, zero throughout a head: bool (B, H, r).
+    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection, r the largest rank of a head; and which of the
+    r columns are zero, bool (B, H, r).
     """
     root = root64(totals.sum(gram64(rows)), rows.dtype)
     kept = (root != 0).flatten(0, -2).any(0)
@@ -155,10 +149,10 @@ def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
     return rows.double() @ root, (root == 0).all(-2)
 
 
-def _leverage(basis: Tensor, empty: Tensor, weight: Tensor | None, totals: Totals) -> tuple[Tensor, Tensor]:
+def _leverage(basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and the relative rounding (B, H).
 
-    The columns `empty` (B, H, D) are zero and left out. `weight` None: all weights are one.
+    The columns `empty` (B, H, D) are left out. `weight` (B, H, N); None: ones.
     """
     matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
     root, doubt = _inverse_root(matrix, empty.double())
@@ -168,9 +162,9 @@ def _leverage(basis: Tensor, empty: Tensor, weight: Tensor | None, totals: Total
 def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
     """W with `W W^T = matrix^-1`, up to the relative error `doubt` (B, H) in any `k^T W W^T k`; infinite: no inverse.
 
-    The columns `empty` (B, H, D) of zeros are given a one on the diagonal. The error of a Cholesky factorisation
-    after scaling to a unit diagonal is at most a small multiple of `D u` in the matrix, and is magnified by the
-    inverse, whose norm is at most `|W|_F^2` in that scaling.
+    The zero columns `empty` (B, H, D) get a one on the diagonal. The error of a Cholesky factorisation after scaling to
+    a unit diagonal is at most a small multiple of `D u` in the matrix. The inverse magnifies it; in that scaling, its
+    norm is at most `|W|_F^2`.
     """
     scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
     matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)

@@ -1,10 +1,10 @@
 """Scores of all keys from two bits a number, with errors whose size is known whatever the keys are.
 
-The codes of `fewkeys.sketch.codes` have one rotation for all time, so keys can be made whose code hides them. Here keys
-are rotated first by Q, uniform among the orthogonal matrices and drawn for this call: k' = H S Q (k - m). Of the code's
-levels the multiple that is at right angles to what it leaves out stands for the key (RaBitQ: Gao and Long, 2024),
+The rotation of `fewkeys.sketch.codes` is fixed, so there are keys whose code hides them. Here keys are rotated first by
+Q, uniform among the orthogonal matrices and drawn for this call: k' = H S Q (k - m). The multiple of the code's levels
+whose error is at right angles to k' stands for the key (RaBitQ: Gao and Long, 2024),
 
-    coded = levels |k'|^2 / (k' . levels)      rest = k' - coded, at right angles to k'
+    coded = levels |k'|^2 / (k' . levels)      rest = k' - coded
 
 For any fixed key and query, the direction of the query beside the key is uniform, and so
 
@@ -27,8 +27,8 @@ from fewkeys.sketch.codes import Frame, encode, rotated, width
 
 @dataclass(frozen=True, eq=False)
 class RandomCodes:
-    """`turn` (D, D): Q; `middle` (B, Hkv, 1, D): m, rotated; `coded` (B, Hkv, N, W) and `rest` (B, Hkv, N), both
-    divided by W: what products with rotated queries need.
+    """`turn` (D, D): Q; `middle` (B, Hkv, 1, D): m, rotated; `coded` (B, Hkv, N, W): coded / W; `rest` (B, Hkv, N):
+    d / |q|.
     """
 
     turn: Tensor

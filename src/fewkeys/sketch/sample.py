@@ -1,7 +1,4 @@
-"""Evenly spaced samples of the real rows of padded sequences, their mean, and centring.
-
-The result depends on a sequence's real rows alone, so padding changes nothing.
-"""
+"""Evenly spaced samples of the real rows of sequences, and centring: padding changes nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ PART = 4
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M).
-
-    `real` (B, M) marks the real ones of them; None if all are real.
+    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M); and which of these
+    are `real` (B, M), None: all.
     """
 
     stride: int = 1
@@ -29,7 +25,7 @@ class Subset:
     real: Tensor | None = None
 
     def take(self, rows: Tensor) -> Tensor:
-        """The chosen rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
+        """These rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
         if self.index is None:
             rows = rows[:, :, self.start :: self.stride]
         else:
@@ -42,9 +38,8 @@ class Subset:
 
 
 def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of each row of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain.
-
-    Also the mask (B, M) of the real rows in the sample.
+    """Every s-th true entry of each row of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain; and
+    `real` of the subset.
     """
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
@@ -66,13 +61,8 @@ def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
 
 
 def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
-    centred = rows - mean(rows, valid)
-    return centred if valid is None else centred.masked_fill(~valid[:, None, :, None], 0.0)
-
-
-def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """The mean real row (B, H, 1, D) of rows (B, H, N, D) that are zero where they are not real."""
+    """Rows (B, H, N, D) minus the mean of the real ones, which `valid` (B, N) marks; the others are zero."""
     if valid is None:
-        return rows.mean(-2, keepdim=True)
-    return rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
+        return rows - rows.mean(-2, keepdim=True)
+    mean = rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
+    return (rows - mean).masked_fill(~valid[:, None, :, None], 0.0)

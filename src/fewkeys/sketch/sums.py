@@ -15,8 +15,7 @@ def label_sums(
 ) -> tuple[Tensor, Tensor]:
     """`sum_{j: label_j = c} share_j x_j` of keys (B, H, N, D) and values (B, H, N, Dv): (B, H, count, D or Dv).
 
-    `label` (B, H, N), int64, 0 .. count - 1, and `share` (B, H, N) carry no gradient; keys and values do. In working
-    precision, by the kernels of `impl`.
+    In working precision. `label` (B, H, N), int64, and `share` (B, H, N) carry no gradient; keys and values do.
     """
     if compiled(impl, key, value, share):
         sums = native.label_sums(key, value, label, share, count)

@@ -1,8 +1,8 @@
 """Symmetric tensor powers: the features that turn an even power of a dot product into a square.
 
 For degree m the feature of a multi-index a with |a| = m is `phi_a(k) = sqrt(m! / (a_1! ... a_d!)) k^a`. By the
-multinomial theorem `<phi(k), phi(q)> = <k, q>^m`, so `<k, q>^(2m) = <phi(k), phi(q)>^2`. There are
-`C(d + m - 1, m)` features, the monomials, instead of the d^m entries of the tensor.
+multinomial theorem `<phi(k), phi(q)> = <k, q>^m`, so `<k, q>^(2m) = <phi(k), phi(q)>^2`. There are `C(d + m - 1, m)`
+features, instead of the d^m entries of the tensor.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def tensor_features(rows: Tensor, degree: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _monomials(size: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Variables of every monomial (degree, width), and the roots of the multinomial coefficients (width,)."""
+    """The variables of every monomial (degree, width), and the roots of its coefficient (width,)."""
     factors = list(combinations_with_replacement(range(size), degree))
-    roots = [
-        math.sqrt(math.factorial(degree) / math.prod(math.factorial(c) for c in Counter(f).values())) for f in factors
-    ]
+    powers = (Counter(variables).values() for variables in factors)
+    roots = [math.sqrt(math.factorial(degree) / math.prod(map(math.factorial, power))) for power in powers]
     return torch.tensor(factors, device="cpu").T.contiguous(), torch.tensor(roots, dtype=torch.float64, device="cpu")

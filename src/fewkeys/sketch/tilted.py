@@ -1,12 +1,11 @@
-"""For every cohort of queries, the keys that it should keep, and sums over the other keys with the cohort's weights.
+"""For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the keys of
 a cluster have the weights
 
-    e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2:
+    e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2.
 
-nearly the average that a query of the cohort takes. Cohorts are narrow, so t is nearer to one than for an average that
-serves all queries (`fewkeys.sketch.clusters`).
+Cohorts are narrow, so t is nearer to one than for an average that serves all queries (`fewkeys.sketch.clusters`).
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from fewkeys.sketch.cohorts import Cohorts, half_variance
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
-"""Exponents of tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
+"""No key outweighs another one of its cluster by more than e^4."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
-    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`) and `size` (the same: the number of these keys), all
-    without gradient; `key` (B, Hkv, H, C, D): of centred keys; `value` (B, Hkv, H, C, Dv); `importance`
-    (B, Hkv, H, C): g_hc, without gradient; `together` (B, Hkv, D, Dv): of products of centred keys and values, over all
-    clusters and cohorts, or None.
+    Without gradient, (B, Hkv, H, C): `mass`; `energy`, of `k_j^T W k_j`; `size`, the number of these keys;
+    `level`, g_hc. With gradient: `key` (B, Hkv, H, C, D), of centred keys; `value` (B, Hkv, H, C, Dv); `together`
+    (B, Hkv, D, Dv), of products of centred keys and values over all clusters and cohorts, or None.
     """
 
     mass: Tensor
@@ -47,23 +45,8 @@ class Tilted:
     size: Tensor
     key: Tensor
     value: Tensor
-    importance: Tensor
+    level: Tensor
     together: Tensor | None
-
-
-def best(
-    inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j + bias_hj`, offset (B, Hkv, Nk), bias
-    (B, Hkv, H, Nk) or none: places (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
-    """
-    x, count = inputs, min(count, inputs.keys)
-    if x.valid is not None:
-        offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    scores = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2))
-    top = (scores if bias is None else scores.add_(bias)).topk(count, -1)
-    index, order = top.indices.sort(-1)
-    return index, (top.values > -torch.inf).gather(-1, order)
 
 
 def tilted_sums(
@@ -74,33 +57,28 @@ def tilted_sums(
     Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {
-        "label": clusters.label,
-        "half_variance": half_variance(x, cohorts),
-        "middle": frame(x).mean,
-        "mean": cohorts.mean,
-    }
-    facts |= {"index": index, "used": used, "filled": cohorts.filled}
-    args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
+    facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
+    facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
+    args = TiltArgs(facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
         kernels = _ByKernels.apply if wants_gradient(x.key, x.value) else _by_kernels
         sums = kernels(x.key, x.value, args)
     else:
         sums = _by_torch(x.key, x.value, args)
-    mass, energy, size, key, value = map(totals.sum, sums[:5])
-    return Tilted(mass, energy, size, key, value, sums[5], None if sums[6] is None else totals.sum(sums[6]))
+    *by_cluster, level, products = sums
+    mass, energy, size, key, value = map(totals.sum, by_cluster)
+    return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
 
 
 @dataclass(frozen=True, eq=False)
 class TiltArgs:
-    """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
+    """Arguments of the sums over `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `half_variance`; "middle" and
-    "mean", of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
+    `facts`: "real" (B, Nk) or None, which keys are; "label" (B, Hkv, Nk), the cluster of each key; "half_variance"
+    (B, Hkv, Nk); "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
     """
 
-    real: Tensor | None
-    facts: dict[str, Tensor]
+    facts: dict[str, Any]
     count: int
     together: bool
     totals: Totals
@@ -112,14 +90,15 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     facts, label = args.facts, args.facts["label"]
+    centred, values = working(key) - facts["middle"], working(value)
     with constants():
-        level = _levels(key.detach(), args)
-        e = _weights(key.detach(), args.real, facts, level)
+        level, members = _levels(centred.detach(), args)
+        e = _weights(centred.detach(), args, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
-        size = _sizes(args, level)
-    centred, values = working(key) - facts["middle"], working(value)
+        listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
+        size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
 
     def by_cluster(rows: Tensor) -> Tensor:
         """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
@@ -130,48 +109,39 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     return mass, energy, size, by_cluster(centred), by_cluster(values), level, products
 
 
-def _sizes(args: TiltArgs, level: Tensor) -> Tensor:
-    """How many real keys of every cluster are outside a cohort's list, in the form of `level` (B, Hkv, H, C)."""
-    label, index, used = (args.facts[name] for name in ("label", "index", "used"))
-    real = torch.ones_like(level[:, :, 0, :1]) if args.real is None else args.real[:, None].to(level.dtype)
-    members = torch.zeros_like(level[:, :, 0]).scatter_add(-1, label, real.expand(label.shape))
-    listed = label.gather(-1, index.flatten(2)).view_as(index)
-    return members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, used.to(level.dtype))
-
-
-def _levels(key: Tensor, args: TiltArgs) -> Tensor:
-    """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
-    facts, real, totals = args.facts, args.real, args.totals
-    label, spread = facts["label"], facts["half_variance"]
-    real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
+def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and the real keys here, (B, Hkv, C)."""
+    facts, totals = args.facts, args.totals
+    label, spread, real = facts["label"], facts["half_variance"], facts["real"]
+    real = torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
     none = spread.new_zeros((*spread.shape[:2], args.count))
-    size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
-    centred = (working(key) - facts["middle"]) * real_keys.unsqueeze(-1)
+    members, quad = none.scatter_add(-1, label, real), none.scatter_add(-1, label, real * spread)
     where = label.unsqueeze(-1).expand_as(centred)
-    total = spread.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
+    total = spread.new_zeros((*members.shape, centred.shape[-1])).scatter_add(2, where, centred * real.unsqueeze(-1))
+    size = members
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
-    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
+    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2), members
 
 
-def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: Tensor) -> Tensor:
+def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
+    facts = args.facts
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
-    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["half_variance"].unsqueeze(2)
-    e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
-    if real is not None:
-        e.mul_(real[:, None, None])
+    importance: Tensor = facts["mean"] @ centred.mT + facts["half_variance"].unsqueeze(2)
+    e = importance.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    if facts["real"] is not None:
+        e.mul_(facts["real"][:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
     return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
 def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-    facts = {**args.facts, "real": args.real}
-    return native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+    return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
 
 
 class _ByKernels(torch.autograd.Function):
-    """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
+    """`_by_kernels` with gradients; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
@@ -189,10 +159,10 @@ class _ByKernels(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-                _, _, _, key_sum, value_sum, _, products = _by_torch(key, value, args)
+                *_, key_sum, value_sum, _, products = _by_torch(key, value, args)
                 return key_sum, value_sum, products
 
             return *gradients_by_torch(sums, (key, value), of_sums), None
-        facts = {**args.facts, "real": args.real, "level": level}
+        facts = args.facts | {"level": level}
         results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
