@@ -114,7 +114,7 @@ def _whole_times(
         step(number, len(lengths), f"times of whole models at {length:,} tokens")
         timings = time_model(of_shape(model.config, length, model.dtype), plans, length, seconds=SECONDS)
         for row, timing in zip(rows, timings, strict=True):
-            times.append(WholeTime(row.name, row.budget, length, timing.turns, timing.ms, timing.exact_ms))
+            times.append(WholeTime(row.name, row.budget, length, *timing))
     return times
 
 

@@ -1,6 +1,6 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A cache registers new keys here. The attention function finds their stream by the identity of the key tensor.
+A cache registers the tensor of new keys, and the attention function finds the stream by the identity of that tensor.
 
 Each attention module has a stack of plans, which is copied and pickled with the model. A plan that was entered by
 `with` acts only in that context (`contextvars`: a thread, or a task of asyncio). Every other plan acts wherever the
@@ -30,23 +30,23 @@ class Length(int):
     """The number of keys of a call that passes only new keys; a stream holds the earlier ones."""
 
 
-class Waiting(Protocol):
-    """A stream that answers the attention calls whose keys it has registered."""
+class KeyStream(Protocol):
+    """Answers the attention calls whose keys it has registered."""
 
     def attend(self, inputs: AttentionInputs) -> Tensor: ...
 
 
-_waiting = WeakIdKeyDictionary()
+_streams = WeakIdKeyDictionary()
 
 
-def wait(key: Tensor, stream: Waiting) -> None:
-    """Register `stream` for calls whose keys are the tensor `key`, for as long as the tensor lives."""
-    _waiting[key] = stream
+def register_stream(key: Tensor, stream: KeyStream) -> None:
+    """Let `stream` answer calls whose keys are the tensor `key`, for as long as the tensor lives."""
+    _streams[key] = stream
 
 
-def waiting(key: Tensor) -> Waiting | None:
+def registered_stream(key: Tensor) -> KeyStream | None:
     """The stream that answers the call whose keys are `key`."""
-    stream: Waiting | None = _waiting.get(key) if _waiting.data else None
+    stream: KeyStream | None = _streams.get(key) if _streams.data else None
     return stream
 
 
@@ -77,7 +77,7 @@ class Scope:
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     def warn_once(self) -> None:
-        """Warn, once, that a context outside this scope calls the model."""
+        """Warn that a context outside this scope calls the model."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -162,6 +162,6 @@ def remove(module: nn.Module, scope: Scope) -> None:
 
 
 def _is_autograd_thread() -> bool:
-    """Whether this is a thread that autograd started, as it does for devices."""
+    """Whether autograd started this thread, as it does for devices."""
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return is_foreign and torch._C._current_graph_task_id() != -1

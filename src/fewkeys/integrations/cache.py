@@ -9,19 +9,19 @@ the new keys and registers them in `answers`. The attention function finds the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from fewkeys.integrations import interface
 from fewkeys.integrations.masks import SLIDING, layer_window
+from fewkeys.integrations.transformers import LayerPlan, plans_per_layer
 from fewkeys.memory.base import LeafType, check_leaves
-from fewkeys.memory.stream import Stream
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
-
-LayerPlan = Plan | Sequence[Plan]
 
 
 def cache(
@@ -55,22 +55,27 @@ def cache(
     model = interface.unwrapped(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
-    if not all(interface.is_causal(module) for module in interface.attention_modules(model)):
-        raise ValueError(
-            f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
-        )
+    modules = interface.attention_modules(model)
+    _check_layers(model, modules)
     check_leaves(leaves)
-    layers = _layers(model, plan)
-    if leaves == "int8" and not any(one.scanned for plans, _ in layers for one in plans):
+    layers = []
+    for module, layer_plan in zip(modules, plans_per_layer(plan, modules), strict=True):
+        window = layer_window(module)
+        stream_plan = Plan(Window(window)) if window is not None else cast("LayerPlan", layer_plan)
+        layers.append(((stream_plan,) if isinstance(stream_plan, Plan) else tuple(stream_plan), window))
+    if leaves == "int8" and not any(head_plan.scanned for head_plans, _ in layers for head_plan in head_plans):
         raise ValueError(f"leaves: expected None without a layer of KeyScan, got {leaves}")
     return StreamCache(model, layers, leaves or "int8")
 
 
-def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:
-    """For each layer its plans, one for all key heads or one for each, and its own window, if it has one."""
+def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
+    """Raise for a model whose layers are not all causal attention with plain keys of their own."""
+    if not all(map(interface.is_causal, modules)):
+        raise ValueError(
+            f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
+        )
     config: Any = model.config.get_text_config(decoder=True)
-    modules = interface.attention_modules(model)
-    count = config.num_hidden_layers
+    layers = config.num_hidden_layers
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
         raise ValueError("model: expected a decoder-only model in which every layer has its own keys")
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -78,26 +83,11 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
-    if len(modules) != count:
+    if len(modules) != layers:
         raise ValueError(
-            f"model: expected one attention module for each of {count} layers, got {len(modules)}; use fewkeys.apply "
+            f"model: expected one attention module for each of {layers} layers, got {len(modules)}; use fewkeys.apply "
             "and the model's own cache"
         )
-    windows = [layer_window(module) for module in modules]
-    whole = [layer for layer, window in enumerate(windows) if window is None]
-    kinds = getattr(config, "layer_types", None)
-    for layer, kind in enumerate(kinds or ()):
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in ("full_attention", *SLIDING):
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
-    plans: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
-    if len(plans) not in (count, len(whole)):
-        also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
-        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(plans)}")
-    by_layer = dict(zip(range(count) if len(plans) == count else whole, plans, strict=True))
-    layers = []
-    for layer, window in enumerate(windows):
-        one = by_layer[layer] if window is None else Plan(Window(window))
-        by_head = (one,) if isinstance(one, Plan) else tuple(one)
-        Stream(by_head)
-        layers.append((by_head, window))
-    return layers

@@ -17,7 +17,7 @@ from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
-from fewkeys.integrations.sensitivity import Sensitivity, counted, model_with_head
+from fewkeys.integrations.sensitivity import Sensitivity, counted, described, model_with_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,9 +53,9 @@ def capture(
             self-attention) or "cross", for which batches also hold `decoder_input_ids`. Padding by
             `decoder_attention_mask` marks the queries of cross-attention.
         gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
-            judge heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation). The
-            whole model runs, with its head where that predicts tokens. `labels` of a batch, as for training, mark the
-            tokens that count by other numbers than -100.
+            judge heads by what their errors do to the predictions (`fewkeys.integrations.sensitivity` has the
+            equation). The whole model runs, with its head where that predicts tokens. `labels` of a batch, as for
+            training, mark the tokens that count by other numbers than -100.
         seed: of the random numbers of gradients.
 
     The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. It is not
@@ -75,15 +75,12 @@ def capture(
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
     modules, captured = attention_modules(model), list[int]()
-    encoder = () if part is None else tuple(model.get_encoder().modules())
+    encoder = set() if part is None else set(model.get_encoder().modules())
 
     def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
-        if inputs.window is not None:
+        part_of_layer = "encoder" if modules[layer] in encoder else "decoder" if inputs.is_causal else "cross"
+        if inputs.window is not None or part not in (None, part_of_layer):
             return output
-        if part is not None:
-            inside = any(modules[layer] is module for module in encoder)
-            if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
-                return output
         if layer not in captured:
             captured.append(layer)
         writer.write(inputs)
@@ -138,19 +135,19 @@ def exact_passes(
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
     `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
-    on with. `weights`: the model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone.
-    `gradients`: enable them, and run the head of a model that predicts tokens. Afterwards the model is as it was.
+    on with. The other arguments are those of `capture`. Afterwards the model is as it was.
     """
     runs = model.get_encoder() if part == "encoder" else model_with_head(model) if gradients else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
+            feature = "a learned sink, which captures do not support"
+            if inputs.softcap is not None:
+                cap = inputs.softcap
+                feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
             raise ValueError(
-                f"model: {type(module).__name__} has "
-                + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
-                + ", which captures do not support"
-                + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
-                + "; fewkeys.apply supports it: compare the outputs of the model"
+                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the outputs of the "
+                "model"
             )
         if part == "cross":
             inputs = replace(inputs, query_mask=query_mask)
@@ -162,18 +159,17 @@ def exact_passes(
 
     for index, batch in enumerate(batches):
         arguments = _arguments(model, part, batch, index)
-        if "use_cache" in inspect.signature(runs.forward).parameters:
-            arguments["use_cache"] = False
         mask = arguments.get("decoder_attention_mask")
         query_mask = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
-        attachment = attach(model, answer)
-        attachment.enter()
-        try:
-            with torch.set_grad_enabled(gradients):
-                result = runs(**{name: item for name, item in arguments.items() if name != "labels"})
-        finally:
-            attachment.detach()
+        with attach(model, answer), torch.set_grad_enabled(gradients):
+            result = run_without_cache(runs, {name: arguments[name] for name in arguments if name != "labels"})
         yield arguments, result
+
+
+def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
+    """What a model returns that keeps no keys of the call."""
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
 
 
 def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
@@ -206,14 +202,17 @@ def _check_numbers(name: str, values: object, index: int) -> None:
     """Check images and sounds."""
     axes = _SHAPES.get(name, "any number of dimensions")
     ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
-    is_array = isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point()
-    if not isinstance(values, Tensor) or not is_array or not values.numel():
-        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(values)}")
+    if not (isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point() and values.numel()):
+        raise ValueError(
+            f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {described(values)}"
+        )
 
 
 def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {_came(ids)}")
+        raise ValueError(
+            f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {described(ids)}"
+        )
     vocabulary = model.config.get_text_config().vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ValueError(
@@ -228,10 +227,6 @@ def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
         )
 
 
-def _came(item: object) -> str:
-    return f"{item.dtype} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
-
-
 def weights_of(modules: Sequence[nn.Module]) -> list[float]:
     """The norm of a sample of the largest weight of each attention module; none where weights are not plain numbers."""
     samples = []
@@ -244,24 +239,23 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs: the linear layers that read the outputs of its attention.
+    """Finds the output projections of `model` as it runs, for which models have no common name.
 
-    Models have no common name for them. They are the linear layers whose input is the memory that an attention call
-    returned. `attended(layer, output)` announces the output (B, Hq, N, Dv) of a call; `matrices` maps
-    layers to weights (out, Hq Dv). A layer whose output goes through something else first is not found.
+    They are the linear layers whose input is the memory that an attention call returned. `matrices` maps layers to
+    weights (out, Hq Dv). A layer whose output goes through something else first is not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers.pytorch_utils import Conv1D
 
         self.matrices: dict[int, Tensor] = {}
-        self._transposed = Conv1D
+        self._conv1d = Conv1D
         self._last: tuple[int, Tensor] | None = None
         linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
         self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
 
     def attended(self, layer: int, output: Tensor) -> None:
-        """Note the output of layer `layer`. It is kept until the next call, so that its memory is not reused."""
+        """Note the output (B, Hq, N, Dv) of a layer. It is kept until the next call: its memory must not be reused."""
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:
@@ -276,6 +270,6 @@ class ProjectionFinder:
         (layer, output), read, weight = self._last, arguments[0], module.weight
         if read.data_ptr() != output.data_ptr() or read.numel() != output.numel() or not isinstance(weight, Tensor):
             return
-        matrix = weight.detach().mT if isinstance(module, self._transposed) else weight.detach()
+        matrix = weight.detach().mT if isinstance(module, self._conv1d) else weight.detach()
         if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
             self.matrices[layer] = matrix

@@ -1,14 +1,15 @@
 """Judge plans on a model's own queries, keys and values: by the error of the output, not of the weights.
 
 For each layer and block of heads the exact weights and outputs are computed once, and every plan is compared with them.
-Memory is that of one block (`fewkeys.judge.exact`) at any length. Time is O(n^2) per plan, since mass and recall need
-the exact weights.
+Memory: one block (`fewkeys.judge.exact`) at any length. Time: O(n^2) per plan, since mass and recall need the exact
+weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.integrations.effect import Batch, effects
+from fewkeys.integrations.effect import Batch, judge_model
 from fewkeys.judge.exact import blocks, exact, first_sequence
 from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
 from fewkeys.judge.result import Report, Row, Skipped, plain
@@ -52,35 +53,33 @@ def compare(
         capture: the attention inputs of every layer, from `fewkeys.capture`.
         plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` for several budgets at once (a
             row that is the same at every budget, such as exact attention, is judged once); or a list of plans, or one
-            plan.
+            plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
         model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
-        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster, and
-            one that this code does not know is skipped.
+        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster.
         progress: called as `progress(done, total, what)`.
         seed: of everything random in the plans. Same seed, same numbers, timings aside.
 
-    A plan may be a `ModelPlan`, as `fewkeys.tune` makes it. A plan that refuses this model, such as stand-ins that
-    cannot be causal, is listed in `skipped` with its reason.
-    Raises ValueError for bad arguments, and if every plan refuses.
+    A plan that refuses this model (stand-ins that cannot be causal) or this `impl` is listed in `skipped` with its
+    reason. Raises ValueError for bad arguments, and if every plan refuses.
     """
     if not 0.0 < eps <= 1.0:
         raise ValueError(f"eps: expected a number in (0, 1], got {eps!r}; the default is 0.05")
     if (model is None) != (batches is None):
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
     check_impl(impl)
-    entries, budgets = _entries([plans] if isinstance(plans, Plan | ModelPlan) else plans, capture)
+    entries, budgets = _entries(plans, capture)
     passes = capture.layers + (0 if model is None else 1)
-    counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
+    count = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
     keys = HeaviestKeys(capture.layers, capture.query_heads)
-    shape = _judge_layers(capture, entries, eps, seed, impl, counter, keys)
+    shape = _judge_layers(capture, entries, eps, seed, impl, count, keys)
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
     if model is not None and batches is not None:
-        _judge_model(model, batches, running, seed, impl, counter)
-    counter.finish()
+        judge_model(model, batches, running, seed, impl, lambda sequences: count(sequences, "whole model"))
+    count(count.total, "done")
     lengths = _lengths(capture)
     return Report(
         model=capture.model_name,
@@ -96,30 +95,28 @@ def compare(
     )
 
 
+@dataclass
 class _Counter:
     """Counts finished sequences (times plans, times layers) for a progress bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0.0
+    progress: Progress | None
+    total: int
+    done: float = 0.0
 
     def __call__(self, amount: float, what: str) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(min(round(self.done), self.total), self.total, what)
 
-    def finish(self) -> None:
-        self(self.total, "done")
 
-
-def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
+def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], list[int]]:
     """The rows to judge, in order, and the budgets they were made for."""
-    groups: list[tuple[Any, Any]] = [(None, plans)]
-    if not isinstance(plans, Mapping):
-        groups = [(None, {str(plan): plan for plan in plans})]
-    elif all(isinstance(value, Mapping) for value in plans.values()):
-        groups = list(plans.items())
+    if isinstance(plans, Plan | ModelPlan):
+        plans = [plans]
+    by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
+    by_budget = by_name if all(isinstance(rows, Mapping) for rows in by_name.values()) else {None: by_name}
     entries: list[Entry] = []
-    for budget, rows in groups:
+    for budget, rows in by_budget.items():
         for name, plan in rows.items():
             if not isinstance(plan, Plan | ModelPlan):
                 raise TypeError(
@@ -137,7 +134,7 @@ def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
                 entries.append(Entry(name, entry_budget, plan, tally, kept=[[] for _ in range(capture.layers)]))
     if not entries:
         raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
-    return entries, [budget for budget, _ in groups if budget is not None]
+    return entries, [budget for budget in by_budget if budget is not None]
 
 
 def _lengths(capture: Capture) -> list[int]:
@@ -152,7 +149,7 @@ def _lengths(capture: Capture) -> list[int]:
 
 
 def _judge_layers(
-    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, counter: _Counter, keys: HeaviestKeys
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: _Counter, keys: HeaviestKeys
 ) -> list[int]:
     """Fill the tallies and timings of all entries, and the sample. Returns the shape that was timed."""
     shape: list[int] = []
@@ -161,14 +158,14 @@ def _judge_layers(
         what = f"layer {layer + 1} of {capture.layers}"
         timed = False
         for index, call in enumerate(capture.calls(layer)):
-            cut = list(blocks(call))
-            for number, block in enumerate(cut):
-                fraction = len(call.query) / len(cut)
+            call_blocks = list(blocks(call))
+            for number, block in enumerate(call_blocks):
+                fraction = len(call.query) / len(call_blocks)
                 truth = exact(block, eps)
                 is_first = index == block.sequence == 0
                 if is_first:
                     keys.add(layer, truth)
-                counter(fraction, what)
+                count(fraction, what)
                 for entry in entries:
                     if entry.reason is None:
                         try:
@@ -176,31 +173,14 @@ def _judge_layers(
                             judge_block(entry, layer, block, truth, where, impl, keys if is_first else None)
                         except ValueError as error:
                             entry.reason = str(error)
-                    counter(fraction, what)
-            if cut and not timed:
+                    count(fraction, what)
+            if call_blocks and not timed:
                 sequence = first_sequence(call)
                 for entry in entries:
                     if entry.reason is None:
                         time_block(entry, layer, sequence, f"{seed}/timing", repeats, impl)
                 timed, shape = True, list(sequence.query.shape)
     return shape
-
-
-def _judge_model(
-    model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, impl: Impl, counter: _Counter
-) -> None:
-    """Fill the effects of all entries."""
-    what = "whole model"
-    model_effects = effects(
-        model,
-        batches,
-        [entry.plan for entry in entries],
-        impl=impl,
-        generator=lambda i: entries[i].generator(f"{seed}/model", model.device),
-        done=lambda sequences: counter(sequences, what),
-    )
-    for entry, effect in zip(entries, model_effects, strict=True):
-        entry.effect = effect
 
 
 def _row(entry: Entry, capture: Capture) -> Row:

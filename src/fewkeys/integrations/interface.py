@@ -1,7 +1,7 @@
 """How transformers calls this package: the attention function and the mask function of a model.
 
-transformers looks both up in registries, by one name. Both are registered here on first use. With an attention function
-but no mask function (`masks`), a model would silently ignore its padding.
+transformers looks both up in registries, by one name. With an attention function alone, a model would silently ignore
+its padding.
 
 Without an active plan and without a cache of ours, the model's own mask function and attention answer. No global object
 refers to a model, so its entries are freed with it.
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import answers, mpnet, switch
-from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, Waiting, in_force, plan_stack
+from fewkeys.integrations.answers import Answer, KeyStream, Length, PlanStack, Scope, in_force, plan_stack
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import (
@@ -53,28 +53,25 @@ PARTLY = ("informer",)
 """Types with some layers that use the interface and others that compute with the mask."""
 
 
-# --- models -------------------------------------------------------------------------------------------------------
-
-
-def need_transformers() -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where transformers is missing."""
-    if find_spec("transformers") is None:
-        raise ModuleNotFoundError("transformers is needed for this and is not installed; pip install 'fewkeys[hf]'")
+def need(package: str, extra: str) -> None:
+    """Raise `ModuleNotFoundError` that names the extra to install, where a package is missing."""
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(f"{package} is needed for this and is not installed; pip install 'fewkeys[{extra}]'")
 
 
 def unwrapped(model: object) -> PreTrainedModel:
-    """The transformers model: `model` itself, or the one inside it.
-
-    A SentenceTransformer, a peft model, a compiled and a distributed model each contain one. `TypeError` for others.
+    """The transformers model: `model` itself, or the one inside a SentenceTransformer, a peft, a compiled or a
+    distributed model. `TypeError` for others.
     """
-    need_transformers()
+    need("transformers", "hf")
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         return model
-    inside = [] if not isinstance(model, nn.Module) else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    parts = {id(part) for inner in inside for part in inner.modules() if part is not inner}
-    outermost = [inner for inner in inside if id(inner) not in parts]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
+    parts = {part for inner in inside for part in inner.modules() if part is not inner}
+    outermost = [inner for inner in inside if inner not in parts]
     if len(outermost) != 1:
         raise TypeError(
             f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
@@ -109,47 +106,49 @@ def _asks_interface(kind: type) -> bool:
     )
 
 
-# --- attaching ----------------------------------------------------------------------------------------------------
-
-
 class Attachment:
-    """What `attach` did to a model, to be undone."""
+    """What `attach` did to a model. `detach`, or the end of a `with`, undoes it."""
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
         modules, configs = attention_modules(model), switch.configs_of(model)
         mpnet.restate(modules)
         register()
-        self._modules = [weakref.ref(module) for module in modules]
-        self._scope = None if answer is None else Scope()
-        switch.hold(configs, self._scope)
-        self._release = weakref.finalize(model, switch.release, configs, self._scope)
+        self._scope = Scope()
+        self._modules = [] if answer is None else [weakref.ref(module) for module in modules]
+        holder = None if answer is None else self._scope
+        switch.hold(configs, holder)
+        self._release = weakref.finalize(model, switch.release, configs, holder)
         self._release.atexit = False
         self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-        for layer, module in enumerate(modules):
-            if self._scope is not None and answer is not None:
+        if answer is not None:
+            for layer, module in enumerate(modules):
                 answers.push(module, self._scope, layer, answer)
 
     def enter(self) -> None:
         """Limit the answers to the current context."""
-        if self._scope is not None:
-            self._scope.enter()
+        self._scope.enter()
 
     def detach(self) -> None:
         """Undo `attach`. A second call does nothing."""
-        if self._scope is not None:
-            self._scope.leave()
+        self._scope.leave()
         if self._release.alive:
             for module in filter(None, (reference() for reference in self._modules)):
-                if self._scope is not None:
-                    answers.remove(module, self._scope)
+                answers.remove(module, self._scope)
                 if not plan_stack(module).answers:
                     mpnet.give_back(module)
             self._hook.remove()
             self._release()
 
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
 
 def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Give every attention call of `model` to `answer` from now on; None: do not change the stacks of plans.
+    """Give every attention call of `model` to `answer` from now on; None: to the streams of a cache alone.
 
     Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
     replaced; the model is then as it was.
@@ -158,7 +157,7 @@ def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
 
 
 def register() -> None:
-    """Register both functions by our name. A process that receives a copied model calls this as well."""
+    """Register both functions by our name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -167,7 +166,7 @@ def register() -> None:
 
 
 def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
-    """The stack of a copied module, perhaps in a process that has not imported fewkeys yet."""
+    """The stack of a copied module, perhaps in another process, where nothing is registered yet."""
     register()
     return PlanStack() if innermost is None else PlanStack({Scope(): innermost})
 
@@ -175,13 +174,10 @@ def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
 copyreg.pickle(PlanStack, lambda stack: (_copied_stack, (stack.innermost(),)))
 
 
-# --- exact attention ----------------------------------------------------------------------------------------------
-
-
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
+    """The call as the model's own SDPA implementation answers it, to the bit.
 
-    SDPA has no caps, sinks and biases of distances: calls with these are answered exactly by `fewkeys.attention`.
+    SDPA has no caps, sinks and biases of distances: `fewkeys.attention` answers calls with these, exactly.
     """
     if not plain(inputs):
         return by_token(attend(inputs, None))
@@ -189,27 +185,23 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
         content = Keys(inputs.key_mask, inputs.is_causal, inputs.window)
         mask = content.seen(queries, keys, inputs.query_offset, inputs.key.device).expand(batch, 1, queries, keys)
-    how = {"scaling": inputs.scale, "is_causal": inputs.is_causal}
-    return _sdpa()(module, inputs.query, inputs.key, inputs.value, mask, **how)[0].transpose(1, 2)
+    options = {"scaling": inputs.scale, "is_causal": inputs.is_causal}
+    return _sdpa()(module, inputs.query, inputs.key, inputs.value, mask, **options)[0].transpose(1, 2)
 
 
 def by_token(output: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) in the memory layout that the model's output projection reads.
-
-    `ProjectionFinder` recognises the projection by the address of its input.
+    """The output (B, Hq, Nq, Dv) in the memory layout of the output projection's input, by whose address
+    `ProjectionFinder` recognises the projection.
     """
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @cache
 def _sdpa() -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of transformers: imported once, since an `import` in each layer of each call adds up."""
+    """SDPA as transformers calls it. Imported once, since an `import` in each layer of each call adds up."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
-
-
-# --- what transformers calls --------------------------------------------------------------------------------------
 
 
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -228,10 +220,10 @@ _OWN = "_fewkeys_own"
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
-    """The mask function of transformers: the model's own where no plan of the model is in force."""
+    """The mask function that transformers calls: the model's own where no plan of the model is in force."""
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
-    entry, implementation = switch.held.get(id(config)), switch.own_implementation(config)
-    holders = () if entry is None else entry.holders
+    switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
+    holders = () if switched is None else switched.holders
     if implementation is None or is_of_stream or in_force(filter(None, holders)):
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -246,13 +238,13 @@ def _mask(**kwargs: Any) -> Tensor | None:
 def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
-    stack, waiting = plan_stack(module), answers.waiting(key)
+    """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
+    stack, stream = plan_stack(module), answers.registered_stream(key)
     innermost = stack.innermost()
-    is_own = innermost is None and waiting is None and not isinstance(attention_mask, KeyMask)
+    is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
-    return _answered(module, query, key, value, attention_mask, stack, innermost, waiting, **options), None
+    return _answered(module, query, key, value, attention_mask, stack, innermost, stream, **options), None
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -274,7 +266,7 @@ def _answered(
     mask: Tensor | None,
     stack: PlanStack,
     innermost: tuple[int, Answer] | None,
-    waiting: Waiting | None,
+    stream: KeyStream | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -296,8 +288,8 @@ def _answered(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     softcap, sink, starts = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("cu_seq_lens_q")
     facts, is_lowered = None, autocast_is_on()
-    other = (real, window, waiting, softcap, sink, position_bias, starts)
-    if all(term is None for term in other) and not (offset or is_lowered or torch.compiler.is_compiling()):
+    terms = (real, window, stream, softcap, sink, position_bias, starts)
+    if all(term is None for term in terms) and not (offset or is_lowered or torch.compiler.is_compiling()):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
         facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
         if facts == stack.own_call:
@@ -317,8 +309,8 @@ def _answered(
         sink=None if sink is None else check_sink(sink, query.shape[1]),
         distance_bias=None if position_bias is None else distance_bias(position_bias, offset),
     )
-    if waiting is not None:
-        output = waiting.attend(inputs)
+    if stream is not None:
+        output = stream.attend(inputs)
     else:
         packed = real_tokens(inputs, starts)
         inputs = inputs if packed is None else in_rows(inputs, packed)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewkeys.integrations.interface import attention_modules, need_transformers
+from fewkeys.integrations.interface import attention_modules, need
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -43,7 +42,7 @@ def load_model(
     id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a model whose attention does not go
     through transformers' interface.
     """
-    need_transformers()
+    need("transformers", "hf")
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -73,7 +72,7 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
 
     Raises the errors of `load_model`, and `ModuleNotFoundError` where sentence-transformers is missing.
     """
-    need_sentence_transformers()
+    need("sentence_transformers", "embed")
     with quiet():
         name, config, offline = _located(name_or_dir)
         from sentence_transformers import SentenceTransformer
@@ -93,39 +92,26 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     return encoder.eval()
 
 
-def need_sentence_transformers() -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where sentence-transformers is missing."""
-    if find_spec("sentence_transformers") is None:
-        raise ModuleNotFoundError(
-            "sentence_transformers is needed for this and is not installed; pip install 'fewkeys[embed]'"
-        )
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """No log lines, progress bars or warnings of transformers and huggingface_hub; their settings come back after."""
     import huggingface_hub.utils
     from transformers.utils import logging
 
-    ours: Any = logging
+    loading: Any = logging
     hub: Any = huggingface_hub.utils
-    level, hub_level = ours.get_verbosity(), hub.logging.get_verbosity()
-    bars, hub_bars = ours.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as restore:
         warnings.simplefilter("ignore")
-        ours.set_verbosity(ours.CRITICAL)
-        hub.logging.set_verbosity(ours.CRITICAL)
-        ours.disable_progress_bar()
-        hub.disable_progress_bars()
-        try:
-            yield
-        finally:
-            ours.set_verbosity(level)
-            hub.logging.set_verbosity(hub_level)
-            if bars:
-                ours.enable_progress_bar()
-            if hub_bars:
-                hub.enable_progress_bars()
+        for logs in (loading, hub.logging):
+            restore.callback(logs.set_verbosity, logs.get_verbosity())
+            logs.set_verbosity(logs.CRITICAL)
+        if not hub.are_progress_bars_disabled():
+            restore.callback(hub.enable_progress_bars)
+            hub.disable_progress_bars()
+        if loading.is_progress_bar_enabled():
+            restore.callback(loading.enable_progress_bar)
+            loading.disable_progress_bar()
+        yield
 
 
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:

@@ -5,9 +5,9 @@ Nothing of size n x n is built. A mask holds the real keys and the pattern that 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
 
-Its entries are True at real keys and False at padding. In a layer with a window they are the window's size and 0. There
-is always a mask. Without one, only the module's flag `is_causal` would say whether the call is causal, and the flag is
-wrong in models that were only ever run by "eager". Where every key is real, the mask is one number, expanded.
+Its entries are True at real keys and False at padding; in a layer with a window, the window's size and 0. Where every
+key is real, the mask is one number, expanded. There is always a mask: without one, only the module's flag `is_causal`
+would say whether the call is causal, and the flag is wrong in models that were only ever run by "eager".
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Keys(NamedTuple):
 class KeyMask(Tensor):
     """A mask that models can move and slice.
 
-    SDPA gets the boolean mask (B, H, Nq, Nk) that this one stands for. So does a module that adds the mask to its own
-    scores. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
+    SDPA, and a module that adds the mask to its own scores, get the boolean mask (B, H, Nq, Nk) that this one stands
+    for. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
     that a plan does not know.
     """
 
@@ -119,7 +119,7 @@ def key_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    """The arguments of a mask function of transformers, in short. `ValueError` for patterns that are not honoured."""
+    """Our mask, by the arguments of a mask function of transformers. `ValueError` for patterns it cannot express."""
     is_causal, window = _pattern(mask_function, local_size, kv_offset + kv_length, config)
     if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
@@ -150,7 +150,7 @@ def _pattern(
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
-    It is recognised by what made its parts; `ValueError` for all others. reach: keys up to the last one.
+    It is recognised by the functions that made its parts. reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -188,13 +188,10 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     """
     if not isinstance(mask, KeyMask) or torch.compiler.is_compiling():
         return _read(module, mask, shape)
-    remembered: tuple[tuple[int, int], Keys] | None = vars(mask).get(_KEYS)
-    if remembered is None or remembered[0] != shape:
-        remembered = vars(mask)[_KEYS] = shape, _read(module, mask, shape)
-    return remembered[1]
-
-
-_KEYS = "_fewkeys_keys"
+    stored: dict[tuple[int, int], Keys] = vars(mask).setdefault("_fewkeys_keys", {})
+    if shape not in stored:
+        stored[shape] = _read(module, mask, shape)
+    return stored[shape]
 
 
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
@@ -216,7 +213,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 
 def _decoded(mask: Tensor) -> Keys:
-    """Reads a mask in one of the forms that the module docstring lists."""
+    """The content of a mask in one of the forms that the module docstring lists."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
     if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token
@@ -229,7 +226,7 @@ def _decoded(mask: Tensor) -> Keys:
 def layer_window(module: nn.Module) -> int | None:
     """The window of an attention module's own, as its configuration counts it; None: it sees every key.
 
-    Moshi's configuration has a window that its model never asks for.
+    The configuration of Moshi has a window that its model never asks for.
     """
     attributes, config = vars(module), getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), attributes.get("layer_idx")

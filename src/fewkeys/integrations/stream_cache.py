@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import interface
-from fewkeys.integrations.answers import Length, wait
+from fewkeys.integrations.answers import Length, register_stream
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
@@ -28,17 +28,12 @@ DRAFT = 24
 """Tokens that `crop` can always remove: more than assisted and prompt-lookup decoding propose by default."""
 
 
-def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
-    """The empty stream of a layer, by one plan for all key heads or one for each. `leaves`: for plans with a scan."""
-    scans = any(plan.scanned for plan in plans)
-    return Stream(plans[0] if len(plans) == 1 else plans, leaves=leaves if scans else None, undo=DRAFT)
-
-
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`: its stream.
+    """One layer of a `StreamCache`.
 
-    `calls`: one entry for each attention call that the layer makes with the same keys; later calls have other values
-    (DiffLlama makes two). `window`: that of the layer; None: it sees every key.
+    plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. before: the layer
+    before. `calls`: a stream for each attention call that the layer makes with the same keys; later calls have other
+    values (DiffLlama makes two).
     """
 
     is_sliding = False
@@ -55,11 +50,17 @@ class StreamLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans, self.window, self.leaves = plans, window, leaves
-        self.calls = [stream_of(plans, leaves)]
-        self.expected: tuple[Tensor, Tensor] | None = None
+        self.calls = [self.new_stream()]
+        self.is_waiting = False
+        """Whether tokens came whose attention has not been computed."""
         self.closed = False
         self._length, self._answered = 0, 0
         self._config, self._before = weakref.ref(config), before
+
+    def new_stream(self) -> Stream:
+        """An empty stream by the plans of this layer."""
+        has_scan = any(plan.scanned for plan in self.plans)
+        return Stream(self.plans, leaves=self.leaves if has_scan else None, undo=DRAFT)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
@@ -72,19 +73,19 @@ class StreamLayer(CacheLayerMixin):
                 "past_key_values: expected a cache that is open, of a model whose attention runs through fewkeys, got "
                 "one that was closed, or whose model had its attention implementation set since; make another"
             )
-        if self.expected is not None or (self._before is not None and self._before.expected is not None):
+        if self.is_waiting or (self._before is not None and self._before.is_waiting):
             raise ValueError(
                 "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
                 "with the model it was made for"
             )
-        self.expected = (key_states, value_states)
+        self.is_waiting = True
         self._length, self._answered = self.get_seq_length(), 0
-        wait(key_states, self)
+        register_stream(key_states, self)
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Append the waiting tokens to the stream and compute the outputs of their queries."""
-        self.expected = None
+        self.is_waiting = False
         if not plain(inputs):
             raise ValueError(
                 "model: its attention has capped scores, learned sinks or a distance bias, which no stream supports; "
@@ -96,17 +97,17 @@ class StreamLayer(CacheLayerMixin):
                 f"{inputs.window}; use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
-            self.calls.append(stream_of(self.plans, self.leaves))
-        answering = self.calls[self._answered]
-        if answering.length != self._length:
+            self.calls.append(self.new_stream())
+        stream = self.calls[self._answered]
+        if stream.length != self._length:
             raise ValueError(
                 f"past_key_values: expected as many attention calls of a layer as for the {self._length} tokens "
                 f"before, got {self._answered + 1}; use the cache with the model it was made for"
             )
         self._answered += 1
-        answering.scale = inputs.scale
-        answering.append(inputs.key, inputs.value, inputs.key_mask)
-        return answering.attend(inputs.query)
+        stream.scale = inputs.scale
+        stream.append(inputs.key, inputs.value, inputs.key_mask)
+        return stream.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
@@ -124,7 +125,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.calls, self.expected = [stream_of(self.plans, self.leaves)], None
+        self.calls, self.is_waiting = [self.new_stream()], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -155,16 +156,6 @@ class StreamLayer(CacheLayerMixin):
         for stream in self.calls:
             stream.check_crop(self.get_seq_length() + tokens_to_remove)
 
-    def memory(self) -> int:
-        """Bytes held."""
-        return sum(stream.memory() for stream in self.calls)
-
-    def offload(self) -> None:
-        """Streams stay where they are."""
-
-    def prefetch(self) -> None:
-        """Streams stay where they are."""
-
 
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
@@ -172,35 +163,35 @@ class StreamCache(Cache):
     def __init__(
         self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
     ) -> None:
-        self._leaves = leaves
-        self._held: list[StreamLayer] = []
+        self._stream_layers: list[StreamLayer] = []
+        before = None
         for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
-            config: Any = getattr(module, "config", model.config)
-            self._held.append(StreamLayer(plans, window, leaves, config, self._held[-1] if self._held else None))
-        super().__init__(layers=[*self._held])
-        self._model = weakref.ref(model)
+            before = StreamLayer(plans, window, leaves, getattr(module, "config", model.config), before)
+            self._stream_layers.append(before)
+        super().__init__(layers=[*self._stream_layers])
+        self._model, self._leaves = weakref.ref(model), leaves
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
         self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
     def close(self) -> None:
         """Restore the model's own attention; the cache cannot be used any more."""
-        for layer in self._held:
+        for layer in self._stream_layers:
             layer.closed = True
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of all layers, or raise `ValueError` and remove nothing."""
-        for layer in self._held:
+        for layer in self._stream_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def memory(self) -> int:
         """Bytes of memory held by all layers."""
-        return sum(layer.memory() for layer in self._held)
+        return sum(stream.memory() for layer in self._stream_layers for stream in layer.calls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file, complete or not at all."""
-        files.write(path, self._kind, [stream.contents() for layer in self._held for stream in layer.calls])
+        files.write(path, self._kind, [stream.contents() for layer in self._stream_layers for stream in layer.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """Continue from a file that `save` wrote under the same plans; returns this cache.
@@ -213,27 +204,27 @@ class StreamCache(Cache):
             restored = self._restored(files.read(path, self._kind), device)
         except files.FAULTS as error:
             raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {error}") from None
-        for layer, calls_of_layer in zip(self._held, restored, strict=True):
-            layer.calls, layer.expected = calls_of_layer, None
+        for layer, streams in zip(self._stream_layers, restored, strict=True):
+            layer.calls, layer.is_waiting = streams, False
         return self
 
     @property
     def _kind(self) -> str:
-        """The kind of file: a cache of another number of layers cannot be loaded."""
-        return f"cache of {len(self._held)} layers"
+        """The kind of file, with the number of layers, which must be the same for `load`."""
+        return f"cache of {len(self._stream_layers)} layers"
 
     def _restored(
         self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
     ) -> list[list[Stream]]:
         """The streams of every layer, from a file's contents; `ValueError` names a layer that does not match."""
-        calls, rest = divmod(len(contents), len(self._held))
-        if rest or not calls:
+        calls, remainder = divmod(len(contents), len(self._stream_layers))
+        if remainder or not calls:
             raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
         restored = []
-        for number, layer in enumerate(self._held):
-            held = contents[number * calls : (number + 1) * calls]
+        for number, layer in enumerate(self._stream_layers):
+            of_layer = contents[number * calls : (number + 1) * calls]
             try:
-                restored.append([stream_of(layer.plans, layer.leaves).restore(*one, device) for one in held])
+                restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
             except files.FAULTS as error:
                 raise ValueError(f"layer {number}: {error}") from None
         return restored
@@ -241,11 +232,9 @@ class StreamCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()
         if model is None:
-            raise ValueError(
-                "past_key_values: expected a cache whose model is still there, got one whose model is gone"
-            )
-        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self._held], self._leaves)
-        for new, layer in zip(twin._held, self._held, strict=True):
+            raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
+        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self._stream_layers], self._leaves)
+        for new, layer in zip(twin._stream_layers, self._stream_layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin
 

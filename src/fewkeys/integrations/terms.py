@@ -1,14 +1,14 @@
 """Translates what models add to softmax attention (caps, sinks, biases, packed rows) into terms that plans support.
 
-A soft cap is the weight function `Softcap`.
+A soft cap is the weight function `Softcap`. A bias that depends on distance is a table.
 
 A learned sink becomes one more key, before all others, with value zero. Rows get one more dimension: query head h holds
 its sink s_h there, the sink key 1 / scale, and all other keys 0. So the sink's score is s_h and no other score changes.
 Every query keeps this key; under a scan it may choose it like any other.
 
-A bias that depends on distance is a table. Sequences packed into one row, as for flash attention, attend only to
-themselves. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
-`DataCollatorWithFlattening` write it). Each sequence becomes one row, padded at its end.
+Sequences packed into one row, as for flash attention, attend only to themselves. Each becomes one row, padded at its
+end. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
+`DataCollatorWithFlattening` write it).
 """
 
 from __future__ import annotations
@@ -31,24 +31,9 @@ from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
 
 _INERT = {
-    "cache_position",
-    "encoder_attention_mask",
-    "encoder_hidden_states",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "s_aux",
-    "sliding_window",
-    "softcap",
-    "token_type_ids",
-    "tokenizer",
-    "use_cache",
+    *("cache_position", "encoder_attention_mask", "encoder_hidden_states", "labels", "logits_to_keep"),
+    *("num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"),
+    *("position_ids", "return_dict", "s_aux", "sliding_window", "softcap", "token_type_ids", "tokenizer", "use_cache"),
 }
 """Arguments of a model's attention calls that do not change the output, or are read elsewhere."""
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -56,7 +41,7 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 def check_honoured(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for every option of the model that is not honoured."""
+    """Raise `ValueError` for an option of the model that is not honoured."""
     if dropout:
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
@@ -86,14 +71,13 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
 def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
     """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
 
-    None where it is zero, as T5's cross-attention has it; `ValueError` where it does not depend on distances alone.
-    Without gradients the table ends where the bias is constant. The table stays with the tensor, which all layers
-    of a model share.
+    None where it is zero, as in T5's cross-attention; `ValueError` where it does not depend on distances alone. Without
+    gradients the table ends where the bias is constant, and is stored with the tensor, which all layers of a model
+    share.
     """
-    at, remembered = vars(bias).get(_TABLE, (None, None))
-    if at == offset and not bias.requires_grad:
-        table: Tensor = remembered
-        return table
+    stored: dict[int, Tensor] = vars(bias).setdefault("_fewkeys_tables", {})
+    if offset in stored and not bias.requires_grad:
+        return stored[offset]
     if not bool(bias.any()) and not bias.requires_grad:
         return None
     even = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
@@ -110,11 +94,8 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
         differs = (whole.table != whole.table[:, :1]).any(0), (whole.table != whole.table[:, -1:]).any(0)
         ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
         whole = whole.reaching(0, max(0, whole.reach - min(ends) + 1) if min(ends) else whole.reach)
-        vars(bias)[_TABLE] = offset, whole.table
+        stored[offset] = whole.table
     return whole.table
-
-
-_TABLE = "_fewkeys_table"
 
 
 def attend(
@@ -140,7 +121,7 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
         plan = Plan(Window(inputs.window))
     if plan is None or isinstance(plan, Plan):
         return _plan_in_terms(inputs, plan or Plan())
-    return tuple(_plan_in_terms(inputs, one) for one in plan)
+    return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
 
 
 def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
@@ -150,8 +131,8 @@ def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
         plan = replace(plan, weights=Softcap(inputs.softcap))
     if inputs.sink is None or plan.keep is None:
         return plan
-    held = plan.keep.remembered
-    if held is not None and (held.first or held.scan):
+    remembered = plan.keep.remembered
+    if remembered is not None and (remembered.first or remembered.scan):
         return plan
     return replace(plan, keep=plan.keep | Sinks(1))
 
@@ -162,14 +143,14 @@ def plain(inputs: AttentionInputs) -> bool:
 
 
 def check_sink(sink: Tensor, heads: int) -> Tensor:
-    """The sinks (Hq,) as a model hands them down."""
+    """The sinks (Hq,) that a model passes."""
     if sink.numel() != heads:
         raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
     return sink.reshape(-1)
 
 
 def real_tokens(inputs: AttentionInputs, starts: Tensor | None) -> Tensor | None:
-    """The positions of packed tokens in one padded row for each sequence (B, longest); None if there is one sequence.
+    """Where tokens are in one padded row for each packed sequence, bool (B, longest); None if there is one sequence.
 
     starts: `cu_seq_lens_q`.
     """
