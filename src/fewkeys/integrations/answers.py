@@ -1,10 +1,8 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A cache registers the tensor of new keys, and the attention function finds the stream by the identity of that tensor.
-
-Each attention module has a stack of plans, which is copied and pickled with the model. A plan that was entered by
-`with` acts only in that context (`contextvars`: a thread, or a task of asyncio). Every other plan acts wherever the
-model is called.
+A stream is found by the tensor of new keys, which its cache has registered. Each attention module has a stack of plans,
+which is copied and pickled with the model. A plan that was entered by `with` acts only in that context (`contextvars`:
+a thread, or a task of asyncio). Every other plan acts wherever the model is called.
 """
 
 from __future__ import annotations
@@ -40,18 +38,18 @@ _streams = WeakIdKeyDictionary()
 
 
 def register_stream(key: Tensor, stream: KeyStream) -> None:
-    """Let `stream` answer calls whose keys are the tensor `key`, for as long as the tensor lives."""
+    """Let `stream` answer calls whose keys are the tensor `key`."""
     _streams[key] = stream
 
 
 def registered_stream(key: Tensor) -> KeyStream | None:
-    """The stream that answers the call whose keys are `key`."""
+    """The stream that `key` is registered for."""
     stream: KeyStream | None = _streams.get(key) if _streams.data else None
     return stream
 
 
 class Answer(Protocol):
-    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv).
+    """The output (B, Hq, Nq, Dv) of one attention call of the `layer`-th attention module.
 
     None: the model's own attention answers this call, and later ones of the same shapes, types and options.
     """
@@ -109,8 +107,8 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
         # Gradient checkpointing computes a layer again, in a thread that has no context.
         if len(inner_first) > 1:
             raise ValueError(
-                "model: expected one plan to compute a layer again by, got several, applied by `with` in several "
-                "threads; apply one plan without `with` to train on this device with gradient checkpointing"
+                "model: expected one plan for gradient checkpointing on this device, got several, applied by `with` in "
+                "several threads; apply one plan without `with`"
             )
         return inner_first[0]
     for scope in inner_first:
@@ -121,14 +119,13 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
 class PlanStack:
     """The answers of one attention module, each with the number of its layer; the innermost is last.
 
-    A copy, in this process or another, keeps only the answer that is active in the context that copies (`interface`).
+    A copy keeps only the answer that is active in the context that copies (`interface`).
     """
 
     def __init__(self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({})) -> None:
         self.answers = dict(answers)
         self.own_call: tuple[object, ...] | None = None
-        """The facts of the last call without padding or window that the model's own attention answered. A call
-        with equal facts goes there at once."""
+        """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
 
     def innermost(self) -> tuple[int, Answer] | None:
         """The layer and the answer that are active in this context; None: the model's own attention."""
@@ -154,9 +151,10 @@ def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
 def remove(module: nn.Module, scope: Scope) -> None:
     """Undo `push`."""
     with LOCK:
-        others = {other: answer for other, answer in plan_stack(module).answers.items() if other is not scope}
-        if others:
-            vars(module)[ATTRIBUTE] = PlanStack(others)
+        stack = PlanStack(plan_stack(module).answers)
+        stack.answers.pop(scope, None)
+        if stack.answers:
+            vars(module)[ATTRIBUTE] = stack
         else:
             vars(module).pop(ATTRIBUTE, None)
 

@@ -3,7 +3,7 @@
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
 transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
-the new keys and registers them in `answers`. The attention function finds the layer's stream there, which answers.
+the new keys, and has registered its stream in `answers`, where the attention function finds it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,22 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-def cache(
-    model: PreTrainedModel,
-    plan: Plan | Sequence[LayerPlan],
-    *,
-    leaves: LeafType | None = None,
-) -> Cache:
+def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None) -> Cache:
     """An empty cache for `model`, whose attention is switched to use it.
 
     Args:
         model: a decoder-only transformers model. As long as the cache lives (or until `close()`), fewkeys answers its
             attention calls: calls with this cache by the plan, all others as without it.
-        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`).
-            A stream must be able to run it (`fewkeys.stream`), such as `fewkeys.budget(slots, is_causal=True)`. Layers
-            whose own attention is a sliding window keep that window; a sequence may leave them out.
-        leaves: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the default, or
-            "model".
+        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`),
+            that `fewkeys.stream` can run, such as `fewkeys.budget(slots, is_causal=True)`. Layers whose own attention
+            is a sliding window keep that window; a sequence may leave them out.
+        leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
     Returns:
-        A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right. It supports
-        left-padded batches, grouped queries, chunks, several turns, beam search (reordering), repeated or selected
-        sequences, assisted and prompt-lookup decoding. `crop` can remove the newest 24 tokens, and more back to the
-        beginning of a block; otherwise it raises. `memory()` is the number of its bytes, `copy.deepcopy` forks it,
-        `save(path)` and `load(path)` continue a conversation later.
+        A transformers `Cache` for `past_key_values=`. It supports left-padded batches, grouped queries, chunks, several
+        turns, beam search, repeated or selected sequences, assisted and prompt-lookup decoding. `crop` can remove the
+        newest 24 tokens, and more back to the beginning of a block; otherwise it raises. `memory()` is the number of
+        its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` continue a conversation later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a

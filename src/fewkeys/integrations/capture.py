@@ -42,24 +42,23 @@ def capture(
     output projections.
 
     Args:
-        batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
-            ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its
-            table. Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features,
-            frames), or mappings with them.
+        batches: input_ids (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...); padding
+            by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models of
+            images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
-        weights: the kernel of the model's own attention, where it was trained with another one than softmax:
-            `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
-        part: of an encoder-decoder, whose layers alone are captured: "encoder", which runs alone, "decoder" (its
-            self-attention) or "cross", for which batches also hold `decoder_input_ids`. Padding by
-            `decoder_attention_mask` marks the queries of cross-attention.
+        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Its layers then
+            answer by exact attention of that kernel.
+        part: the part of an encoder-decoder to capture: "encoder", which runs alone, "decoder" (its self-attention) or
+            "cross", for which batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the
+            queries of cross-attention.
         gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
             judge heads by what their errors do to the predictions (`fewkeys.integrations.sensitivity` has the
             equation). The whole model runs, with its head where that predicts tokens. `labels` of a batch, as for
-            training, mark the tokens that count by other numbers than -100.
+            training, are -100 for tokens that do not count.
         seed: of the random numbers of gradients.
 
-    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. It is not
-    changed. Layers whose own attention is a window are left out, since plans do not change them.
+    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. Layers
+    whose own attention is a window are left out, since plans do not change them.
 
     Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
@@ -110,15 +109,11 @@ def capture(
 def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     """Raise for a model that `exact_passes` cannot run."""
     attention_modules(model)
-    if part is not None and (part not in get_args(Part) or not model.config.is_encoder_decoder):
+    parts = get_args(Part) if model.config.is_encoder_decoder else (None,)
+    if part not in parts:
         raise ValueError(
-            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
-            f"{part!r} for a {type(model).__name__}"
-        )
-    if model.config.is_encoder_decoder and part is None:
-        raise ValueError(
-            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured whole; say which part="
-            "'encoder', 'decoder' or 'cross', or pass its encoder"
+            "model: expected part='encoder', 'decoder' or 'cross' of an encoder-decoder, and None of other models, got "
+            f"{part!r} of a {type(model).__name__}; or pass its encoder as the model"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
@@ -173,7 +168,7 @@ def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
 
 
 def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
-    """The arguments of a batch for the part of the model that runs, on the model's device."""
+    """The checked arguments of a batch for the part of the model that runs, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -181,10 +176,17 @@ def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: 
         raise TypeError(
             f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
         )
+    inputs = batch.get(name)
+    axes = _SHAPES.get(name, "any number of dimensions")
+    kind = "" if name == "input_ids" else "floating "
+    if not isinstance(inputs, Tensor) or not (
+        inputs.numel()
+        and inputs.is_floating_point() == bool(kind)
+        and (name not in _SHAPES or inputs.ndim == axes.count(",") + 1)
+    ):
+        raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {described(inputs)}")
     if name == "input_ids":
-        _check_ids(model, batch.get(name), index)
-    else:
-        _check_numbers(name, batch.get(name), index)
+        _check_ids(model, inputs, index)
     arguments = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
     if part == "encoder":
         arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
@@ -192,27 +194,15 @@ def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: 
 
 
 _SHAPES = {
+    "input_ids": "sequences, tokens",
     "pixel_values": "images, channels, height, width",
     "input_features": "sounds, features, frames",
     "input_values": "sounds, samples",
 }
 
 
-def _check_numbers(name: str, values: object, index: int) -> None:
-    """Check images and sounds."""
-    axes = _SHAPES.get(name, "any number of dimensions")
-    ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
-    if not (isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point() and values.numel()):
-        raise ValueError(
-            f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {described(values)}"
-        )
-
-
-def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(
-            f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {described(ids)}"
-        )
+def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
+    """Raise for token ids and lengths that the model does not have."""
     vocabulary = model.config.get_text_config().vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ValueError(

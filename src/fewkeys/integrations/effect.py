@@ -35,12 +35,7 @@ TURNS = 9
 
 
 def judge_model(
-    model: Any,
-    batches: Iterable[Batch],
-    entries: Sequence[Entry],
-    seed: int,
-    impl: Impl,
-    done: Callable[[int], None],
+    model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, impl: Impl, done: Callable[[int], None]
 ) -> None:
     """Set the effect of each entry's plan on `model` over `batches` of token ids (or mappings with an attention mask).
 

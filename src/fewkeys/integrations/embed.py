@@ -197,8 +197,9 @@ class Places:
             if not spans:
                 raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
             ranges = [self._within(span) for span in spans]
-        outer_start, outer_stop = {self.start: 0}, {self.stop: len(self.ids)}  # with the tokens around the text
-        return tuple(spans), [(outer_start.get(a, a), outer_stop.get(b, b)) for a, b in ranges]
+        # The first and the last chunk take the tokens around the text.
+        ranges = [(a if a > self.start else 0, b if b < self.stop else len(self.ids)) for a, b in ranges]
+        return tuple(spans), ranges
 
     def _within(self, span: Span) -> Span:
         """The range of the tokens that have a character in `span`."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import answers, mpnet, switch
-from fewkeys.integrations.answers import Answer, KeyStream, Length, PlanStack, Scope, in_force, plan_stack
+from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import (
@@ -94,16 +94,15 @@ def attention_modules(model: object) -> list[nn.Module]:
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether the queries of an attention module see no future."""
+    """Whether an attention module is causal."""
     return bool(getattr(module, "is_causal", True)) and not mpnet.is_mpnet(module)
 
 
 def _asks_interface(kind: type) -> bool:
     """Whether a `forward` of this class, its own or inherited, looks its attention up in the interface."""
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
-    return any(
-        "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward)
-    )
+    names = (forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
+    return any("ALL_ATTENTION_FUNCTIONS" in names_of_forward for names_of_forward in names)
 
 
 class Attachment:
@@ -129,7 +128,7 @@ class Attachment:
         self._scope.enter()
 
     def detach(self) -> None:
-        """Undo `attach`. A second call does nothing."""
+        """Restore the model. A second call does nothing."""
         self._scope.leave()
         if self._release.alive:
             for module in filter(None, (reference() for reference in self._modules)):
@@ -148,10 +147,9 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Give every attention call of `model` to `answer` from now on; None: to the streams of a cache alone.
+    """Give every attention call of `model` to `answer` from now on; None: those of a cache to its streams.
 
-    Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
-    replaced; the model is then as it was.
+    `ValueError` for a model whose attention cannot be replaced, which is then as it was.
     """
     return Attachment(model, answer)
 
@@ -216,7 +214,7 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
 
 
 _OWN = "_fewkeys_own"
-"""Attribute that marks masks made by the model's own mask function, for calls outside of every plan."""
+"""Marks masks that the model's own mask function made."""
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
@@ -244,7 +242,48 @@ def _attention_forward(
     is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
-    return _answered(module, query, key, value, attention_mask, stack, innermost, stream, **options), None
+    check_honoured(module, options)
+    (batch, heads, queries, dim), keys = query.shape, key.shape[2]
+    real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))
+    if causal and keys < queries:
+        raise ValueError(f"key: expected at least {queries} keys in a causal call, got {keys}")
+    offset = keys - queries if causal else 0
+    scale = dim**-0.5 if options.get("scaling") is None else float(options["scaling"])
+    softcap, sink = options.get("softcap"), options.get("s_aux")
+    bias, starts = options.get("position_bias"), options.get("cu_seq_lens_q")
+    facts, is_lowered = None, autocast_is_on()
+    terms = (real, window, stream, softcap, sink, bias, starts)
+    if all(term is None for term in terms) and not (offset or is_lowered or torch.compiler.is_compiling()):
+        shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
+        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
+        if facts == stack.own_call:
+            return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)
+    if is_lowered:
+        query, key, value = lowered(query), lowered(key), lowered(value)
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        is_causal=causal,
+        key_mask=real,
+        query_offset=offset,
+        window=window,
+        softcap=softcap,
+        sink=None if sink is None else check_sink(sink, heads),
+        distance_bias=None if bias is None else distance_bias(bias, offset),
+    )
+    if stream is not None:
+        output = stream.attend(inputs)
+    else:
+        packed = real_tokens(inputs, starts)
+        inputs = inputs if packed is None else in_rows(inputs, packed)
+        answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
+        if innermost is not None and answer is None:
+            stack.own_call = facts
+        output = exact(module, inputs) if answer is None else answer
+        output = output if packed is None else in_one_row(output, packed)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -258,80 +297,20 @@ def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     return attend
 
 
-def _answered(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    stack: PlanStack,
-    innermost: tuple[int, Answer] | None,
-    stream: KeyStream | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """The output (B, Nq, Hq, Dv). position_bias: (B or 1, Hq, Nq, Nk), of distances."""
-    check_honoured(module, dropout, kwargs)
-    if mask is None:
-        real, causal, window = None, _is_causal_unmasked(module, is_causal, None), None
-    else:
-        real, causal, window = read_mask(module, mask, (query.shape[0], key.shape[2]))
-        if real is None and window is None and (query.shape[2] == key.shape[2] or not causal):
-            causal = _is_causal_unmasked(module, is_causal, causal)
-    if causal and key.shape[2] < query.shape[2]:
-        raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
-    offset = key.shape[2] - query.shape[2] if causal else 0
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    softcap, sink, starts = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("cu_seq_lens_q")
-    facts, is_lowered = None, autocast_is_on()
-    terms = (real, window, stream, softcap, sink, position_bias, starts)
-    if all(term is None for term in terms) and not (offset or is_lowered or torch.compiler.is_compiling()):
-        shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
-        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
-        if facts == stack.own_call:
-            return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)[0]
-    if is_lowered:
-        query, key, value = lowered(query), lowered(key), lowered(value)
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        is_causal=causal,
-        key_mask=real,
-        query_offset=offset,
-        window=window,
-        softcap=softcap,
-        sink=None if sink is None else check_sink(sink, query.shape[1]),
-        distance_bias=None if position_bias is None else distance_bias(position_bias, offset),
-    )
-    if stream is not None:
-        output = stream.attend(inputs)
-    else:
-        packed = real_tokens(inputs, starts)
-        inputs = inputs if packed is None else in_rows(inputs, packed)
-        answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
-        if innermost is not None and answer is None:
-            stack.own_call = facts
-        output = exact(module, inputs) if answer is None else answer
-        output = output if packed is None else in_one_row(output, packed)
-    return output.transpose(1, 2).contiguous()
+def _keys(module: nn.Module, mask: Tensor | None, shape: tuple[int, int, int], argument: bool | None) -> Keys:
+    """The real keys of a call of `shape` (B, Nq, Nk), whether it is causal, and its window.
 
-
-def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
-    """Whether a call without padding or window is causal. `by_mask`: what its mask says, None without a mask.
-
-    "eager" follows the mask. The other implementations drop such a mask and follow the argument, or the module's flag
-    where there is no argument. The flag is wrong in some models (AIMv2); a plan does not correct it. An argument that
-    differs from the flag may only mean that there is a mask (Moonshine).
+    The mask decides if there is padding or a window, and under "eager". The other implementations drop any other mask
+    and follow the argument `is_causal`, or without one the module's flag, which is wrong in some models (AIMv2); a plan
+    does not correct it. An argument that differs from the flag may only mean that there is a mask (Moonshine).
     """
+    batch, queries, keys = shape
+    real, by_mask, window = (None, None, None) if mask is None else read_mask(module, mask, (batch, keys))
+    if real is not None or window is not None or (by_mask and queries != keys):
+        return Keys(real, bool(by_mask), window)
     if switch.own_implementation(getattr(module, "config", None)) == "eager":
-        return bool(by_mask)
+        return Keys(None, bool(by_mask), None)
     flag = bool(getattr(module, "is_causal", True))
-    if argument is None or argument == flag:
-        return flag
-    return argument if by_mask is None else by_mask
+    if argument in (None, flag):
+        return Keys(None, flag, None)
+    return Keys(None, bool(argument if by_mask is None else by_mask), None)

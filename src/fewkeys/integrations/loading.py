@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 HUB_SECONDS = 5.0
 """Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
-
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
     "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
@@ -43,12 +42,8 @@ def load_model(
     through transformers' interface.
     """
     need("transformers", "hf")
-    try:
+    with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
         place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}: {_line(error)}"
-        ) from None
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
@@ -57,7 +52,11 @@ def load_model(
                 "use an encoder or a decoder-only model"
             )
         model = _model(name, config, offline, dtype or (torch.float32 if place.type == "cpu" else "auto"))
-        tokenizer = _tokenizer(name, offline)
+        tokenizer = _pretrained(
+            "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
     with _in_one_line(f"device: cannot move {name} to {str(place)!r}"):
         model.to(place)
     return model.eval(), tokenizer
@@ -83,10 +82,10 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
                 f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
                 f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
             )
-        how = {"use_safetensors": True, "dtype": torch.float32}
+        options = {"use_safetensors": True, "dtype": torch.float32}
         fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"
         with _in_one_line(f"name_or_dir: cannot load the encoder of {name}", fix):
-            encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
+            encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=options)
         with _in_one_line(f"name_or_dir: {name} cannot be used"):
             attention_modules(encoder)
     return encoder.eval()
@@ -123,32 +122,31 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
     name = os.fspath(name_or_dir)
     path = Path(name)
-    if name and path.is_dir():
+    is_folder = bool(name) and path.is_dir()
+    if is_folder and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
-                if files
-                else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
-            )
-        return name, _config(name, True, f"the config.json of {name}"), True
-    if name and path.exists():
+        raise ValueError(
+            f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
+            if files
+            else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
+        )
+    if name and path.is_file():
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}"
             if name.endswith(".gguf")
             else f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder"
         )
-    is_path = not isinstance(name_or_dir, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    is_hub_id = isinstance(name_or_dir, str)
     try:
         validate_repo_id(name)
     except HFValidationError:
-        is_path = True
-    if is_path:
+        is_hub_id = False
+    if not is_folder and not is_hub_id:
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
         )
-    offline = _is_cached(name)
-    return name, _config(name, offline, f"the configuration of {name}"), offline
+    offline = is_folder or _is_cached(name)
+    return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 
 
 def _is_cached(name: str) -> bool:
@@ -174,14 +172,6 @@ def _is_cached(name: str) -> bool:
     return False
 
 
-def _config(name: str, offline: bool, what: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    with _in_one_line(f"name_or_dir: {what} is not usable"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    return config
-
-
 def _is_generator(config: PreTrainedConfig) -> bool:
     """Whether the model was saved with a head that predicts the next token."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -191,12 +181,10 @@ def _is_generator(config: PreTrainedConfig) -> bool:
 
 
 def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM if _is_generator(config) else AutoModel
-    how = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": offline}
-    with _in_one_line(f"name_or_dir: cannot load the model of {name}", "it needs weights in safetensors"):
-        model, info = factory.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **how)
+    factory = "AutoModelForCausalLM" if _is_generator(config) else "AutoModel"
+    options = {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
+    model, info = _pretrained(factory, name, offline, what, fix, **options)
     missing = [key for key in info["missing_keys"] if "pooler" not in key]
     if missing:
         raise ValueError(
@@ -210,14 +198,13 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
     return model
 
 
-def _tokenizer(name: str, offline: bool) -> Any:
-    from transformers import AutoTokenizer
+def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = "", **options: Any) -> Any:
+    """What a factory of transformers loads, or a `ValueError` of one line."""
+    import transformers
 
-    with _in_one_line(f"name_or_dir: cannot load the tokenizer of {name}", "put its files beside the model"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    with _in_one_line(f"name_or_dir: {what}", fix):
+        auto_class: Any = getattr(transformers, factory)
+        return auto_class.from_pretrained(name, trust_remote_code=False, local_files_only=offline, **options)
 
 
 @contextmanager
@@ -226,7 +213,7 @@ def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {_line(error)}{fix and '; '}{fix}") from None
+        raise ValueError(f"{what}: {_line(error)}{'; ' if fix else ''}{fix}") from None
 
 
 def _line(error: BaseException) -> str:

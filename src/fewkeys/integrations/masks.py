@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,20 +65,19 @@ class KeyMask(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        operation = name.strip("_")  # "add" for add_ and __add__, too
         if name == "scaled_dot_product_attention":
             return func(*args, **kwargs | {"attn_mask": _seen(kwargs["attn_mask"], args[0].shape[2], args[1])})
-        if name in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
+        if operation in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
             seen = _seen(mask, scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        if name in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
+        if operation in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
             with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
                 return func(*args, **kwargs)
-        try:
-            if name not in _COMPUTING:
+        if operation not in _COMPUTING:
+            with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except IndexError:  # more axes than it has
-            pass
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
@@ -91,16 +91,16 @@ def _seen(mask: Tensor, queries: int, key: Tensor) -> Tensor:
 
 
 def _masks(args: Iterable[Any]) -> list[Tensor]:
+    """The masks of ours among arguments and in lists of tensors."""
     flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     return [part for part in flat if isinstance(part, KeyMask)]
 
 
-_ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_ADDING = {"add", "radd", "iadd"}
 _COMPUTING = _ADDING | {
-    *("sub", "mul", "rsub", "__sub__", "__rsub__", "__mul__", "__rmul__", "mul_"),
-    *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_not", "bitwise_and"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
-    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as"),
+    *("sub", "rsub", "mul", "rmul", "eq", "ne", "lt", "gt", "le", "ge", "and", "or", "invert", "logical_and"),
+    *("logical_or", "logical_not", "bitwise_not", "bitwise_and", "where", "masked_fill", "cat", "concat", "pad"),
+    *("float", "half", "bfloat16", "type_as"),
 }
 
 
@@ -133,9 +133,8 @@ def key_mask(
         if real.shape[1] < kv_length:
             if isinstance(kv_length, Length):
                 raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
-                    f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
-                    "before it"
+                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, got one of "
+                    f"{attention_mask.shape[1]}; put ones for the tokens in the cache before it"
                 )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):

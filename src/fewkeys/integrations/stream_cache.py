@@ -66,12 +66,12 @@ class StreamLayer(CacheLayerMixin):
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values, which wait for their attention calls. The streams hold the earlier ones."""
+        """The new keys and values; the streams hold the earlier ones."""
         config = self._config()
         if self.closed or config is None or config._attn_implementation != NAME:
             raise ValueError(
-                "past_key_values: expected a cache that is open, of a model whose attention runs through fewkeys, got "
-                "one that was closed, or whose model had its attention implementation set since; make another"
+                "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
+                "attention implementation set since; make another"
             )
         if self.is_waiting or (self._before is not None and self._before.is_waiting):
             raise ValueError(
@@ -84,7 +84,7 @@ class StreamLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Append the waiting tokens to the stream and compute the outputs of their queries."""
+        """Append the tokens to the stream and compute the outputs of their queries."""
         self.is_waiting = False
         if not plain(inputs):
             raise ValueError(
@@ -93,8 +93,8 @@ class StreamLayer(CacheLayerMixin):
             )
         if inputs.window != self.window:
             raise ValueError(
-                f"model: expected a layer whose window is {self.window}, as its configuration says, got a call within "
-                f"{inputs.window}; use fewkeys.apply and the model's own cache"
+                f"model: expected the window of its configuration, {self.window}, got a call within {inputs.window}; "
+                "use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
             self.calls.append(self.new_stream())
@@ -114,7 +114,7 @@ class StreamLayer(CacheLayerMixin):
         return Length(query_length), self.get_seq_length()
 
     def get_seq_length(self) -> int:
-        """The number of all tokens so far, including tokens that were summarised."""
+        """The number of all tokens so far, also of those that were summarised."""
         return self.calls[0].length
 
     def get_max_length(self) -> int:
@@ -128,7 +128,7 @@ class StreamLayer(CacheLayerMixin):
         self.calls, self.is_waiting = [self.new_stream()], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences for beam search."""
+        """Reorder the sequences, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -143,7 +143,7 @@ class StreamLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if some of them were already summarised."""
+        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if some of them were summarised."""
         self.check_crop(tokens_to_remove)
         length = self.get_seq_length() + tokens_to_remove
         for stream in self.calls:
@@ -180,13 +180,13 @@ class StreamCache(Cache):
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of all layers, or raise `ValueError` and remove nothing."""
+        """Remove the newest `-tokens_to_remove` tokens, or raise `ValueError` and remove nothing."""
         for layer in self._stream_layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def memory(self) -> int:
-        """Bytes of memory held by all layers."""
+        """Bytes held."""
         return sum(stream.memory() for layer in self._stream_layers for stream in layer.calls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -196,7 +196,7 @@ class StreamCache(Cache):
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """Continue from a file that `save` wrote under the same plans; returns this cache.
 
-        `ValueError` for another or a damaged file, which changes nothing: everything in it is checked first.
+        `ValueError` for another or a damaged file, which changes nothing.
         """
         model = self._model()
         device = "cpu" if model is None else model.device
@@ -216,7 +216,7 @@ class StreamCache(Cache):
     def _restored(
         self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
     ) -> list[list[Stream]]:
-        """The streams of every layer, from a file's contents; `ValueError` names a layer that does not match."""
+        """The streams of every layer, from a file's contents."""
         calls, remainder = divmod(len(contents), len(self._stream_layers))
         if remainder or not calls:
             raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
@@ -240,7 +240,7 @@ class StreamCache(Cache):
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """Refuse `generate` without `use_cache`: it passes all tokens again at every step, so they would count twice."""
+    """Refuse `generate` without `use_cache`, which passes all tokens again at every step."""
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
     if kwargs.get("use_cache") is False and isinstance(kwargs.get("past_key_values"), StreamCache):

@@ -62,7 +62,7 @@ def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     with LOCK:
         for config in configs:
             entry = switched.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
-            if config._attn_implementation != NAME:  # set to another one since it was first held
+            if config._attn_implementation != NAME:  # new, or set to another one since
                 entry.implementation = config._attn_implementation
                 _set(config, NAME)
             entry.holders = (*entry.holders, holder)
@@ -73,8 +73,8 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     with LOCK:
         for config in configs:
             entry = switched[id(config)]
-            at = entry.holders.index(holder)
-            entry.holders = entry.holders[:at] + entry.holders[at + 1 :]
+            index = entry.holders.index(holder)
+            entry.holders = entry.holders[:index] + entry.holders[index + 1 :]
             if not entry.holders:
                 if config._attn_implementation == NAME:  # another one that a user has set stays
                     _set(config, entry.implementation)

@@ -30,25 +30,24 @@ from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
 
-_INERT = {
-    *("cache_position", "encoder_attention_mask", "encoder_hidden_states", "labels", "logits_to_keep"),
-    *("num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings"),
-    *("position_ids", "return_dict", "s_aux", "sliding_window", "softcap", "token_type_ids", "tokenizer", "use_cache"),
+_HONOURED = {
+    *("cache_position", "dropout", "encoder_attention_mask", "encoder_hidden_states", "is_causal", "labels"),
+    *("logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"),
+    *("position_bias", "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window"),
+    *("softcap", "token_type_ids", "tokenizer", "use_cache"),
 }
-"""Arguments of a model's attention calls that do not change the output, or are read elsewhere."""
+"""Options of a model's attention calls that are supported, or do not change the output."""
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""The arguments of packed sequences; only the first is read."""
+"""The options of packed sequences; only the first is read."""
 
 
-def check_honoured(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
+def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an option of the model that is not honoured."""
-    if dropout:
-        raise ValueError(
-            f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
-        )
-    ignored = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | _PACKED
-    for name, value in kwargs.items():
-        if name not in ignored and value is not None and value is not False:
+    if dropout := options.get("dropout"):
+        raise ValueError(f"dropout: expected 0, got {dropout}; call model.eval(), or configure no attention dropout")
+    honoured = _HONOURED if options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
+    for name, value in options.items():
+        if name not in honoured and value is not None and value is not False:
             raise ValueError(
                 f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
                 "does not support; use a model or a call without it"
@@ -92,8 +91,8 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
     whole = DistanceBias(pad(line, (max(0, high - low), max(0, low - high)), mode="replicate"))
     if not bias.requires_grad:
         differs = (whole.table != whole.table[:, :1]).any(0), (whole.table != whole.table[:, -1:]).any(0)
-        ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
-        whole = whole.reaching(0, max(0, whole.reach - min(ends) + 1) if min(ends) else whole.reach)
+        constant = min(int(part.int().argmax()) for part in (differs[0], differs[1].flip(0)))
+        whole = whole.reaching(0, max(0, whole.reach - constant + 1) if constant else whole.reach)
         stored[offset] = whole.table
     return whole.table
 
