@@ -106,13 +106,13 @@ def _whole_times(
     model: Any, rows: list[Row], plans: list[Plan | ModelPlan], lengths: list[int], step: Step
 ) -> list[WholeTime]:
     """Times of a model of this shape with random weights at each length: exact, and under the plan of each row."""
-    from fewkeys.integrations.effect import of_shape, time_model
+    from fewkeys.integrations.effect import time_model
     from fewkeys.judge.result import WholeTime
 
     times = []
     for number, length in enumerate(lengths):
         step(number, len(lengths), f"times of whole models at {length:,} tokens")
-        timings = time_model(of_shape(model.config, length, model.dtype), plans, length, seconds=SECONDS)
+        timings = time_model(model, plans, length, seconds=SECONDS)
         for row, timing in zip(rows, timings, strict=True):
             times.append(WholeTime(row.name, row.budget, length, *timing))
     return times

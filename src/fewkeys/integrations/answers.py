@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,37 +27,18 @@ class Length(int):
     """The number of keys of a call that passes only new keys; a stream holds the earlier ones."""
 
 
-class KeyStream(Protocol):
-    """Answers the attention calls whose keys it has registered."""
+streams = WeakIdKeyDictionary()
+"""`streams[key](inputs)` appends the tensor of new keys, with its values, to a stream of a cache, and attends."""
 
-    def attend(self, inputs: AttentionInputs) -> Tensor: ...
+Answer = Callable[[int, nn.Module, AttentionInputs], Tensor | None]
+"""`answer(layer, module, inputs)`: the output (B, Hq, Nq, Dv) of one attention call of the `layer`-th attention module.
 
-
-_streams = WeakIdKeyDictionary()
-
-
-def register_stream(key: Tensor, stream: KeyStream) -> None:
-    """Let `stream` answer calls whose keys are the tensor `key`."""
-    _streams[key] = stream
-
-
-def registered_stream(key: Tensor) -> KeyStream | None:
-    """The stream that `key` is registered for."""
-    stream: KeyStream | None = _streams.get(key) if _streams.data else None
-    return stream
-
-
-class Answer(Protocol):
-    """The output (B, Hq, Nq, Dv) of one attention call of the `layer`-th attention module.
-
-    None: the model's own attention answers this call, and later ones of the same shapes, types and options.
-    """
-
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None: ...
+None: the model's own attention answers this call, and later ones of the same shapes, types and options.
+"""
 
 
 class Scope:
-    """The contexts in which one application of a plan acts. `is_entered`: only those that entered it."""
+    """The contexts in which one application of a plan acts: those that entered it, or all."""
 
     def __init__(self) -> None:
         self.is_entered = False
@@ -71,7 +51,6 @@ class Scope:
         self.is_entered = True
 
     def leave(self) -> None:
-        """Leave the current context."""
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     def warn_once(self) -> None:
@@ -95,7 +74,7 @@ _entered: ContextVar[tuple[Scope, ...]] = ContextVar("fewkeys_entered", default=
 
 
 def in_force(scopes: Iterable[Scope]) -> Scope | None:
-    """The innermost (last) of `scopes` that holds in the current context; None: the model itself answers here."""
+    """The innermost (last) of `scopes` that acts in the current context; None: the model itself answers."""
     inner_first = tuple(scopes)[::-1]
     for scope in inner_first:
         if scope.is_current:

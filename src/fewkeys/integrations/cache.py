@@ -3,7 +3,7 @@
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
 transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
-the new keys, and has registered its stream in `answers`, where the attention function finds it.
+the new keys, and has put its stream into `answers.streams`, where the attention function finds it.
 """
 
 from __future__ import annotations

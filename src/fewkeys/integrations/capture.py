@@ -17,7 +17,7 @@ from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
-from fewkeys.integrations.sensitivity import Sensitivity, counted, described, model_with_head
+from fewkeys.integrations.sensitivity import Sensitivity, counted, described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,9 @@ def exact_passes(
     `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
     on with. The other arguments are those of `capture`. Afterwards the model is as it was.
     """
-    runs = model.get_encoder() if part == "encoder" else model_with_head(model) if gradients else model.base_model
+    runs = model.get_encoder() if part == "encoder" else model.base_model
+    if gradients and part != "encoder" and model.get_output_embeddings() is not None:
+        runs = model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
@@ -141,19 +143,19 @@ def exact_passes(
                 cap = inputs.softcap
                 feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
             raise ValueError(
-                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the outputs of the "
-                "model"
+                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
             )
         if part == "cross":
             inputs = replace(inputs, query_mask=query_mask)
         if weights is None:
-            output = exact(module, inputs)
-        else:
-            output = by_token(attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options()))
-        return on_attention(layer, inputs, output)
+            return on_attention(layer, inputs, exact(module, inputs))
+        output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
+        return on_attention(layer, inputs, by_token(output))
 
     for index, batch in enumerate(batches):
-        arguments = _arguments(model, part, batch, index)
+        arguments = batch_arguments(model, batch, index)
+        if part == "encoder":
+            arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
         mask = arguments.get("decoder_attention_mask")
         query_mask = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
         with attach(model, answer), torch.set_grad_enabled(gradients):
@@ -167,8 +169,8 @@ def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
     return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
 
 
-def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
-    """The checked arguments of a batch for the part of the model that runs, on the model's device."""
+def batch_arguments(model: PreTrainedModel, batch: object, index: int = 0) -> dict[str, Any]:
+    """The checked arguments of a batch, on the model's device. index: the number of the batch, for error messages."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -187,10 +189,7 @@ def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: 
         raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {described(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
-    arguments = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
-    if part == "encoder":
-        arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
-    return arguments
+    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
 
 
 _SHAPES = {
@@ -239,7 +238,6 @@ class ProjectionFinder:
         from transformers.pytorch_utils import Conv1D
 
         self.matrices: dict[int, Tensor] = {}
-        self._conv1d = Conv1D
         self._last: tuple[int, Tensor] | None = None
         linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
         self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
@@ -249,17 +247,15 @@ class ProjectionFinder:
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:
-        """Stop looking."""
-        self._last = None
         for hook in self._hooks:
             hook.remove()
 
     def _look(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._last is None or not arguments or not isinstance(arguments[0], Tensor):
             return
-        (layer, output), read, weight = self._last, arguments[0], module.weight
-        if read.data_ptr() != output.data_ptr() or read.numel() != output.numel() or not isinstance(weight, Tensor):
+        (layer, output), hidden, weight = self._last, arguments[0], module.weight
+        if hidden.data_ptr() != output.data_ptr() or hidden.numel() != output.numel() or not isinstance(weight, Tensor):
             return
-        matrix = weight.detach().mT if isinstance(module, self._conv1d) else weight.detach()
+        matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
         if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
             self.matrices[layer] = matrix

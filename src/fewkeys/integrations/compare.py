@@ -18,7 +18,8 @@ from torch import Tensor
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.integrations.effect import Batch, judge_model
+from fewkeys.integrations.capture import Batch
+from fewkeys.integrations.effect import judge_model
 from fewkeys.judge.exact import blocks, exact, first_sequence
 from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
 from fewkeys.judge.result import Report, Row, Skipped, plain
@@ -30,6 +31,7 @@ Progress = Callable[[int, int, str], None]
 AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
+COSINES = ("cosine", "cosine_min", "token_cosine")
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
 """Facts of a capture that a report repeats."""
 TIMED = 6
@@ -51,9 +53,8 @@ def compare(
 
     Args:
         capture: the attention inputs of every layer, from `fewkeys.capture`.
-        plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` for several budgets at once (a
-            row that is the same at every budget, such as exact attention, is judged once); or a list of plans, or one
-            plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
+        plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` (exact attention is judged once);
+            or a list of plans, or one plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
         model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
@@ -141,10 +142,8 @@ def _lengths(capture: Capture) -> list[int]:
     """Valid tokens of every sequence."""
     lengths: list[int] = []
     for call in capture.calls(0):
-        if call.key_mask is None:
-            lengths += [call.key.shape[2]] * call.key.shape[0]
-        else:
-            lengths += call.key_mask.sum(-1).tolist()
+        batch, _, keys, _ = call.key.shape
+        lengths += [keys] * batch if call.key_mask is None else call.key_mask.sum(-1).tolist()
     return lengths
 
 
@@ -184,46 +183,44 @@ def _judge_layers(
 
 
 def _row(entry: Entry, capture: Capture) -> Row:
-    """The numbers of a finished entry."""
-    tally, effect = entry.tally, entry.effect
-    means = tally.means()
-    error, mass = means["error"], means["mass"]
+    tally = entry.tally
+    error, mass, slots = tally.means().values()
     worst = int(error.argmax())
-    heavy = float(tally.heavy.sum())
+    cosines: dict[str, Any] = dict.fromkeys(COSINES) if entry.effect is None else vars(entry.effect)
     return Row(
         name=entry.name,
         budget=entry.budget,
         kind=entry.kind,
         plan=str(entry.plan),
         config=plain(entry.plan.to_dict()),
-        slots=float(means["slots"].mean()),
+        slots=float(slots.mean()),
         error=float(error.mean()),
         error_p50=tally.quantile(0.5),
         error_p90=tally.quantile(0.9),
         worst_head=list(divmod(worst, capture.query_heads)),
         worst_head_error=float(error.flatten()[worst]),
         mass=float(mass.mean()),
-        recall=float(tally.heavy_kept.sum()) / heavy if heavy else None,
-        cosine=None if effect is None else effect.cosine,
-        cosine_min=None if effect is None else effect.cosine_min,
-        token_cosine=None if effect is None else effect.token_cosine,
+        recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
+        **cosines,
         ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # exact attention is as fast as it is
         exact_ms=median(entry.exact_ms),
         per_layer={
             "error": error.mean(1).tolist(),
             "mass": mass.mean(1).tolist(),
             "recall": _listed(tally.heavy_kept.sum(1) / tally.heavy.sum(1)),
-            "slots": means["slots"].mean(1).tolist(),
+            "slots": slots.mean(1).tolist(),
         },
         per_head={
             "error": error.tolist(),
             "mass": mass.tolist(),
-            "recall": [_listed(row) for row in tally.heavy_kept / tally.heavy],
+            "recall": _listed(tally.heavy_kept / tally.heavy),
         },
         kept=entry.kept,
     )
 
 
-def _listed(values: Tensor) -> list[float | None]:
-    """A list with None for what does not exist (0 / 0)."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _listed(values: Tensor) -> Any:
+    """`values.tolist()` with None for what does not exist (0 / 0)."""
+    if values.ndim:
+        return [_listed(value) for value in values]
+    return None if values.isnan() else float(values)

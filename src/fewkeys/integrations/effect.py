@@ -1,13 +1,10 @@
-"""The effect of a plan on a whole model: how far its last hidden states move, and how long a call takes.
-
-Times do not depend on weights. So a model of the same configuration with random weights is timed, with as many
-positions as the length needs.
-"""
+"""The effect of a plan on a whole model: how far its last hidden states move, and how long a call takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from fewkeys.core.clock import clock
 from fewkeys.core.impl import Impl
-from fewkeys.integrations.capture import run_without_cache
+from fewkeys.integrations.capture import Batch, batch_arguments, run_without_cache
 from fewkeys.integrations.interface import unwrapped
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.layer import Entry
@@ -27,9 +24,8 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-Batch = Tensor | Mapping[str, Tensor]
 TURNS = 9
 """The largest number of timed turns at one length."""
 
@@ -65,17 +61,16 @@ def judge_model(
 
 def _states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Last hidden states (B, N, H) in float32 and which tokens are valid (B, N)."""
-    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    arguments = batch_arguments(model, batch)
     with torch.no_grad():
-        states: Tensor = run_without_cache(model.base_model, inputs).last_hidden_state.float()
-    mask = inputs.get("attention_mask")
+        states: Tensor = run_without_cache(model.base_model, arguments).last_hidden_state.float()
+    mask = arguments.get("attention_mask")
     valid = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask.bool()
     return states, valid
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid tokens (B, H), in float64: cosines near 1 are the ones that matter."""
+    """Mean over valid tokens (B, H), in float64, since cosines are near 1."""
     weight = mask.double().unsqueeze(-1)
     return (states * weight).sum(1) / weight.sum(1).clamp_min(1.0)
 
@@ -84,34 +79,26 @@ def _mean(states: Tensor, mask: Tensor) -> Tensor:
 def time_model(
     model: PreTrainedModel, plans: Sequence[Plan | ModelPlan], length: int, *, seconds: float
 ) -> list[tuple[int, float, float]]:
-    """Time one sequence of `length` tokens without padding on the CPU: exact attention and each plan in turns.
+    """Time a model of this shape with random weights, on the CPU, on one sequence of `length` tokens without padding.
 
-    For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention.
-    After `seconds` no turn begins. The first turn warms up, and does not count where another one follows.
+    For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention,
+    which take turns. After `seconds` no turn begins. The first turn warms up, and does not count if another follows.
     """
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    from transformers import AutoModel
 
-    def call() -> object:
-        return model(input_ids=ids)
-
+    config = deepcopy(model.config)
+    config.max_position_embeddings = length
+    torch.manual_seed(0)
+    twin: Any = AutoModel.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    call = partial(twin, input_ids=ids)
     turns: list[list[float]] = []
     start = perf_counter()
     while len(turns) <= TURNS and (not turns or perf_counter() - start < seconds):
         turn = [clock(call, ids.device)]
         for plan in plans:
-            with apply(model, plan.never_exact()):
+            with apply(twin, plan.never_exact()):
                 turn.append(clock(call, ids.device))
         turns.append(turn)
     exact, *by_plan = zip(*turns[int(len(turns) > 1) :], strict=True)
     return [(len(exact), median(times), median(exact)) for times in by_plan]
-
-
-def of_shape(config: PretrainedConfig, length: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of this configuration with random weights and room for so many tokens."""
-    from transformers import AutoModel
-
-    config = deepcopy(config)
-    config.max_position_embeddings = length
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    return model

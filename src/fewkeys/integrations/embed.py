@@ -53,8 +53,7 @@ def late_chunks(
         with fk.apply(encoder, fk.budget(192)):
             chunks = late_chunks(encoder, text, 256)        # chunks.vectors, chunks.spans
 
-    `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`, where `pool` and `post` are
-    the encoder's own modules.
+    `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`.
 
     Args:
         encoder: its first module gives token embeddings, and one of the others pools.
@@ -65,18 +64,17 @@ def late_chunks(
             after it to the chunk with the last: a single chunk is `encoder.encode(text)`.
         prompt_name, prompt: as in `encoder.encode`; the default is that of the encoder.
 
-    Raises:
-        ValueError: a text that is empty or too long, a chunk without tokens, and an encoder whose pooling means nothing
-            for parts (`cls`, `lasttoken`, `weightedmean`) where there are several.
+    `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
+    pooling means nothing for parts (`cls`, `lasttoken`, `weightedmean`).
 
     Cost: one pass, plus O(tokens d). Memory: that of one pass.
     """
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
-    most = longest(encoder)
-    if most is not None and len(places.ids) > most:
+    limit = longest(encoder)
+    if limit is not None and len(places.ids) > limit:
         raise ValueError(
-            f"text: expected at most {most} tokens, which is what the encoder reads in one pass, got "
+            f"text: expected at most {limit} tokens, which is what the encoder reads in one pass, got "
             f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives, or raise "
             "encoder.max_seq_length where the model has more positions"
         )
@@ -110,22 +108,23 @@ def split(
 
     Parts begin with a word where there is white space. One part, the text, where it fits. Cost: tokens of the text.
     """
-    most = longest(encoder)
+    limit = longest(encoder)
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
     count = len(places.ids)
-    if most is None or count <= most:
+    if limit is None or count <= limit:
         return [(0, len(text))]
-    room = most - (count - (places.stop - places.start))
+    around = count - (places.stop - places.start)
+    room = limit - around
     if room < 1:
-        raise ValueError(f"prompt: expected room for text beside {most - room} tokens, got {most}; shorten the prompt")
+        raise ValueError(f"prompt: expected room for text beside {around} tokens, got {limit}; shorten the prompt")
     starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]] + [len(text)]
     cuts, first = [0], 0
     while (left := len(starts) - 1 - first) > 0:
         take = -(-left // -(-left // room))
         stop = _before_word(text, starts, first, first + take)
         # A part may have more tokens than the same characters have in the text: shorten it until it fits.
-        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > most:
+        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > limit:
             take -= max(1, take // 16)
             stop = _before_word(text, starts, first, first + take)
         cuts.append(starts[stop])
@@ -187,7 +186,7 @@ class Places:
     stop: int
 
     def chunked(self, chunks: int | Sequence[Span] | None) -> tuple[tuple[Span, ...], list[Span]]:
-        """The characters of each chunk and the range of its tokens."""
+        """The characters of each chunk, and the range of its tokens."""
         if chunks is None or isinstance(chunks, int):
             size = self.stop - self.start if chunks is None else check_count("chunks", chunks)
             ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]

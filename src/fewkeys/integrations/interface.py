@@ -24,19 +24,10 @@ from torch import Tensor, nn
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import answers, mpnet, switch
-from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack
+from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import (
-    attend,
-    check_honoured,
-    check_sink,
-    distance_bias,
-    in_one_row,
-    in_rows,
-    plain,
-    real_tokens,
-)
+from fewkeys.integrations.terms import attend, by_sequence, check_honoured, check_sink, distance_bias, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -237,7 +228,8 @@ def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
-    stack, stream = plan_stack(module), answers.registered_stream(key)
+    stack = plan_stack(module)
+    stream: Callable[[AttentionInputs], Tensor] | None = streams.get(key) if streams.data else None
     innermost = stack.innermost()
     is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
@@ -249,45 +241,36 @@ def _attention_forward(
         raise ValueError(f"key: expected at least {queries} keys in a causal call, got {keys}")
     offset = keys - queries if causal else 0
     scale = dim**-0.5 if options.get("scaling") is None else float(options["scaling"])
-    softcap, sink = options.get("softcap"), options.get("s_aux")
-    bias, starts = options.get("position_bias"), options.get("cu_seq_lens_q")
+    starts = options.get("cu_seq_lens_q")
+    terms: dict[str, Any] = {
+        "key_mask": real,
+        "window": window,
+        "softcap": options.get("softcap"),
+        "sink": check_sink(options.get("s_aux"), heads),
+        "distance_bias": distance_bias(options.get("position_bias"), offset),
+    }
+    is_plain = all(term is None for term in (*terms.values(), stream, starts))
     facts, is_lowered = None, autocast_is_on()
-    terms = (real, window, stream, softcap, sink, bias, starts)
-    if all(term is None for term in terms) and not (offset or is_lowered or torch.compiler.is_compiling()):
+    if is_plain and not (offset or is_lowered or torch.compiler.is_compiling()):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
         facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
         if facts == stack.own_call:
             return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)
     if is_lowered:
         query, key, value = lowered(query), lowered(key), lowered(value)
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        is_causal=causal,
-        key_mask=real,
-        query_offset=offset,
-        window=window,
-        softcap=softcap,
-        sink=None if sink is None else check_sink(sink, heads),
-        distance_bias=None if bias is None else distance_bias(bias, offset),
-    )
-    if stream is not None:
-        output = stream.attend(inputs)
-    else:
-        packed = real_tokens(inputs, starts)
-        inputs = inputs if packed is None else in_rows(inputs, packed)
+    inputs = AttentionInputs(query, key, value, scale, causal, query_offset=offset, **terms)
+
+    def by_plan(inputs: AttentionInputs) -> Tensor:
         answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
         if innermost is not None and answer is None:
             stack.own_call = facts
-        output = exact(module, inputs) if answer is None else answer
-        output = output if packed is None else in_one_row(output, packed)
+        return exact(module, inputs) if answer is None else answer
+
+    output = by_sequence(inputs, starts, by_plan) if stream is None else stream(inputs)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of the model itself."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     implementation = switch.own_implementation(getattr(module, "config", None))

@@ -24,26 +24,24 @@ _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
     "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
 )
-_GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 
 def load_model(
     name_or_dir: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode and its tokenizer, from a local folder or a hub id.
+    """The model in eval mode and its tokenizer, from a local folder or a hub id. Nothing is printed.
 
     Encoders come as their base model (`AutoModel`), decoder-only models that were saved with a language-model head as
     `AutoModelForCausalLM`. Weights are read from safetensors only and no code of the repository is run. dtype: None is
     float32 on the CPU and the dtype of the checkpoint elsewhere. A tokenizer without a padding token gets its end
-    token for that. Nothing is printed. What the hub's cache holds is used without asking the hub.
+    token for that. The hub is asked only for what its cache lacks.
 
-    Raises `TypeError` for a name of another kind and `ValueError`, one line that names the remedy, for a folder or hub
-    id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a model whose attention does not go
-    through transformers' interface.
+    `ValueError`, one line that names the remedy, for a folder or hub id that is unknown, unreachable or incomplete, for
+    an encoder-decoder, and for a model whose attention does not go through transformers' interface.
     """
     need("transformers", "hf")
     with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
-        place = torch.device(device)
+        target = torch.device(device)
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
@@ -51,25 +49,22 @@ def load_model(
                 f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); "
                 "use an encoder or a decoder-only model"
             )
-        model = _model(name, config, offline, dtype or (torch.float32 if place.type == "cpu" else "auto"))
+        model = _model(name, config, offline, dtype or (torch.float32 if target.type == "cpu" else "auto"))
         tokenizer = _pretrained(
             "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
-    with _in_one_line(f"device: cannot move {name} to {str(place)!r}"):
-        model.to(place)
+    with _in_one_line(f"device: cannot move {name} to {str(target)!r}"):
+        model.to(target)
     return model.eval(), tokenizer
 
 
 def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
-    """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
+    """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode; else as `load_model`.
 
-    As with `load_model`, weights are read from safetensors only, no code of the repository is run, and nothing is
-    printed. A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A
-    decoder that was saved to predict tokens needs that file.
-
-    Raises the errors of `load_model`, and `ModuleNotFoundError` where sentence-transformers is missing.
+    A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that
+    was saved to predict tokens needs that file. `ModuleNotFoundError` where sentence-transformers is missing.
     """
     need("sentence_transformers", "embed")
     with quiet():
@@ -97,19 +92,19 @@ def quiet() -> Iterator[None]:
     import huggingface_hub.utils
     from transformers.utils import logging
 
-    loading: Any = logging
+    transformers_logs: Any = logging
     hub: Any = huggingface_hub.utils
     with warnings.catch_warnings(), ExitStack() as restore:
         warnings.simplefilter("ignore")
-        for logs in (loading, hub.logging):
+        for logs in (transformers_logs, hub.logging):
             restore.callback(logs.set_verbosity, logs.get_verbosity())
             logs.set_verbosity(logs.CRITICAL)
         if not hub.are_progress_bars_disabled():
             restore.callback(hub.enable_progress_bars)
             hub.disable_progress_bars()
-        if loading.is_progress_bar_enabled():
-            restore.callback(loading.enable_progress_bar)
-            loading.disable_progress_bar()
+        if transformers_logs.is_progress_bar_enabled():
+            restore.callback(transformers_logs.enable_progress_bar)
+            transformers_logs.disable_progress_bar()
         yield
 
 
@@ -176,8 +171,8 @@ def _is_generator(config: PreTrainedConfig) -> bool:
     """Whether the model was saved with a head that predicts the next token."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    saved = config.architectures or ()
-    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(_GENERATORS) for name in saved)
+    heads, saved = ("ForCausalLM", "LMHeadModel"), config.architectures or ()
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(heads) for name in saved)
 
 
 def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
@@ -199,7 +194,6 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
 
 
 def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = "", **options: Any) -> Any:
-    """What a factory of transformers loads, or a `ValueError` of one line."""
     import transformers
 
     with _in_one_line(f"name_or_dir: {what}", fix):

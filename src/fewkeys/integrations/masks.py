@@ -133,8 +133,8 @@ def key_mask(
         if real.shape[1] < kv_length:
             if isinstance(kv_length, Length):
                 raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, got one of "
-                    f"{attention_mask.shape[1]}; put ones for the tokens in the cache before it"
+                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, with those in the "
+                    f"cache, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache before it"
                 )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):

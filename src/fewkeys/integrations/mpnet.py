@@ -1,7 +1,7 @@
 """MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface.
 
-While a plan is active, `MPNetForward` replaces `forward` in the attention module; the class does not change. It makes
-queries, keys and values as the module does, calls the attention function, and treats its output as the module does.
+While a plan is active, `MPNetForward` replaces `forward` in the attention module, not in its class. It differs from
+the model's own in that it calls the attention function.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class Pipeline:
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
     def _parts(self, context: str) -> tuple[str, str]:
-        """The text before and after the question."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             return f"{context}\n\n", "\n"
         messages = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
@@ -79,11 +78,11 @@ class Pipeline:
         return before, after
 
     def _ids(self, text: str, is_first: bool) -> torch.Tensor:
-        """(1, N); special tokens before the first text, unless the chat has them."""
+        """Token ids (1, N), with special tokens before the first text, unless the chat has them."""
         special = is_first and getattr(self.tokenizer, "chat_template", None) is None
-        ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
-        on_device: torch.Tensor = ids.to(self.model.device)
-        return on_device
+        encoding = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")
+        ids: torch.Tensor = encoding["input_ids"].to(self.model.device)
+        return ids
 
 
 def pipeline(

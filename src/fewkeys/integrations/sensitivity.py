@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewkeys.integrations.interface import attention_modules, is_causal
 
@@ -76,15 +76,10 @@ class Sensitivity:
         return turned
 
 
-def model_with_head(model: PreTrainedModel) -> nn.Module:
-    """The model with its head if that predicts tokens, else its base."""
-    return model.base_model if model.get_output_embeddings() is None else model
-
-
 def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
     """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
 
-    The label of a token is predicted by the token before it, but by its own place in encoders and encoder-decoders.
+    A label is predicted by the token before it in decoders, by its own token in encoders and encoder-decoders.
     """
     output = result.get("logits", result.get("last_hidden_state"))
     if output is None:

@@ -54,10 +54,10 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
 
     An unbiased estimate of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
-    `fewkeys.compare` reports. The positions of every sequence are divided into `queries` equal stretches. In each
-    stretch one query of each head is drawn at random and answered exactly. The plan runs on the whole input. The
-    interval is Student's, with variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`). It
-    holds for the queries of this input, and assumes that most of the error is not in a single query that was not drawn
+    `fewkeys.compare` reports. The plan runs on the whole input. Each sequence is divided into `queries` equal
+    stretches, and in each stretch one query of each head is drawn at random and answered exactly. The interval is
+    Student's, with variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`). It holds for the
+    queries of this input, and assumes that most of the error is not in a single query that was not drawn
     (docs/quality-control.md has the measured coverage).
 
     Args:
@@ -71,8 +71,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         confidence: of the interval, in (0, 1).
         generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
 
-    Raises:
-        TypeError, ValueError: malformed input, and whatever the plan or the model refuse.
+    Raises `TypeError` or `ValueError` for malformed input, and whatever the plan or the model refuse.
 
     Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
     """
@@ -104,10 +103,8 @@ def _check_model(
             checks[layer] += check_call(call.checked(generator), plan, queries, source)
         return output
 
-    count = 0
-    for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention):
-        count += 1
-    if count == 0:
+    passes = exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention)
+    if sum(1 for _ in passes) == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     checked = [layer for layer in checks if layer]
     if not checked:

@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import interface
-from fewkeys.integrations.answers import Length, register_stream
+from fewkeys.integrations.answers import Length, streams
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
@@ -32,8 +32,7 @@ class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`.
 
     plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. before: the layer
-    before. `calls`: a stream for each attention call that the layer makes with the same keys; later calls have other
-    values (DiffLlama makes two).
+    before. `calls`: a stream for each attention call with the same keys (DiffLlama makes two, with other values).
     """
 
     is_sliding = False
@@ -80,7 +79,7 @@ class StreamLayer(CacheLayerMixin):
             )
         self.is_waiting = True
         self._length, self._answered = self.get_seq_length(), 0
-        register_stream(key_states, self)
+        streams[key_states] = self.attend
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -118,80 +117,70 @@ class StreamLayer(CacheLayerMixin):
         return self.calls[0].length
 
     def get_max_length(self) -> int:
-        """No maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name in earlier versions
 
     def reset(self) -> None:
-        """Remove all tokens."""
         self.calls, self.is_waiting = [self.new_stream()], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences."""
         for stream in self.calls:
             stream.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         batch = self.calls[0].batch
         if batch is not None:
             self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if some of them were summarised."""
-        self.check_crop(tokens_to_remove)
-        length = self.get_seq_length() + tokens_to_remove
-        for stream in self.calls:
-            stream.crop(length)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise what `crop` would raise, without removing anything."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        for stream in self.calls:
-            stream.check_crop(self.get_seq_length() + tokens_to_remove)
-
 
 class StreamCache(Cache):
-    """One stream per layer; made by `fewkeys.cache`."""
+    """One stream per layer; made by `fewkeys.cache`. plans: those of each layer, and its window."""
+
+    layers: list[StreamLayer]  # type: ignore[assignment]
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
+        self, model: PreTrainedModel, plans: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
     ) -> None:
-        self._stream_layers: list[StreamLayer] = []
-        before = None
-        for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
-            before = StreamLayer(plans, window, leaves, getattr(module, "config", model.config), before)
-            self._stream_layers.append(before)
-        super().__init__(layers=[*self._stream_layers])
-        self._model, self._leaves = weakref.ref(model), leaves
+        layers: list[StreamLayer] = []
+        for (layer_plans, window), module in zip(plans, interface.attention_modules(model), strict=True):
+            config = getattr(module, "config", model.config)
+            layers.append(StreamLayer(layer_plans, window, leaves, config, layers[-1] if layers else None))
+        super().__init__(layers=[*layers])
+        self._model, self._leaves, self._kind = weakref.ref(model), leaves, f"cache of {len(layers)} layers"
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
         self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
+    @property
+    def _streams(self) -> list[Stream]:
+        return [stream for layer in self.layers for stream in layer.calls]
+
     def close(self) -> None:
         """Restore the model's own attention; the cache cannot be used any more."""
-        for layer in self._stream_layers:
+        for layer in self.layers:
             layer.closed = True
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, or raise `ValueError` and remove nothing."""
-        for layer in self._stream_layers:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if any stream cannot, and none does."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
+        lengths = {stream: stream.length + tokens_to_remove for stream in self._streams}
+        for stream, length in lengths.items():
+            stream.check_crop(length)
+        for stream, length in lengths.items():
+            stream.crop(length)
 
     def memory(self) -> int:
         """Bytes held."""
-        return sum(stream.memory() for layer in self._stream_layers for stream in layer.calls)
+        return sum(stream.memory() for stream in self._streams)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file, complete or not at all."""
-        files.write(path, self._kind, [stream.contents() for layer in self._stream_layers for stream in layer.calls])
+        files.write(path, self._kind, [stream.contents() for stream in self._streams])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """Continue from a file that `save` wrote under the same plans; returns this cache.
@@ -204,24 +193,18 @@ class StreamCache(Cache):
             restored = self._restored(files.read(path, self._kind), device)
         except files.FAULTS as error:
             raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {error}") from None
-        for layer, streams in zip(self._stream_layers, restored, strict=True):
-            layer.calls, layer.is_waiting = streams, False
+        for layer, calls in zip(self.layers, restored, strict=True):
+            layer.calls, layer.is_waiting = calls, False
         return self
-
-    @property
-    def _kind(self) -> str:
-        """The kind of file, with the number of layers, which must be the same for `load`."""
-        return f"cache of {len(self._stream_layers)} layers"
 
     def _restored(
         self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
     ) -> list[list[Stream]]:
-        """The streams of every layer, from a file's contents."""
-        calls, remainder = divmod(len(contents), len(self._stream_layers))
+        calls, remainder = divmod(len(contents), len(self.layers))
         if remainder or not calls:
             raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
         restored = []
-        for number, layer in enumerate(self._stream_layers):
+        for number, layer in enumerate(self.layers):
             of_layer = contents[number * calls : (number + 1) * calls]
             try:
                 restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
@@ -233,8 +216,8 @@ class StreamCache(Cache):
         model = self._model()
         if model is None:
             raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
-        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self._stream_layers], self._leaves)
-        for new, layer in zip(twin._stream_layers, self._stream_layers, strict=True):
+        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self.layers], self._leaves)
+        for new, layer in zip(twin.layers, self.layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin
 

@@ -1,7 +1,7 @@
 """Switches the attention implementation in a model's configurations to ours, and back when the last plan ends.
 
-Other threads may apply or restore plans while a call runs. The call ends as it began: a mask that the model made goes
-to the model's own attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
+Other threads may do so while a call runs. The call ends as it began: a mask that the model made goes to the model's own
+attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
 """
 
 from __future__ import annotations

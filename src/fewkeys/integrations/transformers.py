@@ -46,28 +46,27 @@ def apply(
     generator: torch.Generator | None = None,
     max_error: float | Guard | None = None,
 ) -> Applied:
-    """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
+    """Replace attention in every layer of `model` by `plan`, until `restore` or the end of a `with`.
 
         with fk.apply(model, fk.budget(64)):
             approximate = model(**inputs)
         exact = model(**inputs)                     # bit for bit as before
 
     Args:
-        model: a transformers model or a part of one (`model.encoder`), or a module around one: a SentenceTransformer, a
-            model of peft, a compiled or a distributed one. docs/families.md lists model families.
+        model: a transformers model or a part of one (`model.encoder`), or a module around one (SentenceTransformer,
+            peft, compiled, distributed). docs/families.md lists model families.
         plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. The plan of a layer
             may be a sequence with one for each key head, as in a `ModelPlan` of `fewkeys.tune`.
-        impl, generator: as in `fewkeys.attention`. With `impl="auto"`, a call that exact attention is expected to
-            answer faster goes to the model's own SDPA; `plan.never_exact()` always runs.
-        max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly,
-            and `fallbacks` of the result counts them. Decoded tokens are then answered exactly. Each layer has a
-            `Guard` of its own, with the limit and the number of queries of one that is passed.
+        impl, generator: as in `fewkeys.attention`. With `impl="auto"`, the model's own SDPA answers calls for which
+            exact attention is expected to be faster; `plan.never_exact()` always runs.
+        max_error: as in `fewkeys.attention`, for each layer by itself: heads where the plan's estimated error is above
+            it are answered exactly, and `fallbacks` of the result counts them. Decoded tokens are answered exactly.
 
-    Grouped queries, left and right padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of
-    Lq is at key Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for
-    each decoded token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave
-    them out. A soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one
-    more key that every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
+    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of Lq is at key
+    Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for each decoded
+    token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave them out. A
+    soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one more key that
+    every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
 
     Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio).
     Without `with`, it acts in every thread, and in copies of the model, also in other processes. The innermost of
@@ -77,21 +76,20 @@ def apply(
         TypeError: a `model` or `plan` of another kind.
         ValueError: a model whose attention does not go through transformers' interface, and plans that do not match its
             layers. Calls of `model` raise it for what is not supported: attention dropout, the model's own chunked
-            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan
-            without causal attention in a causal model.
+            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`, and a plan that
+            is not causal in a causal model.
     """
     model = unwrapped(model)
     modules = attention_modules(model)
     plans = tuple(plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
-        planned = [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan is not None]
-        check_same_weights(plan, planned)
+        check_same_weights(plan, [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan])
     limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
-    guards = None if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
+    guards = () if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
-    return Applied(model, ByPlan(plans, impl, generator, guards or ()))
+    return Applied(model, ByPlan(plans, impl, generator, guards))
 
 
 class Applied:
@@ -164,13 +162,11 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
         for head_plan in layer_plan if isinstance(layer_plan, Sequence) else (layer_plan,):
             if not isinstance(head_plan, Plan):
                 raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(head_plan).__name__}")
-    whole = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
-    if len(plans) not in (layers, len(whole)):
-        also = "" if len(whole) == layers else f", or of the {len(whole)} that see every key"
+    no_window = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
+    if len(plans) not in (layers, len(no_window)):
+        also = "" if len(no_window) == layers else f", or of the {len(no_window)} that see every key"
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plans)}")
-    if len(plans) == layers:
-        return plans
-    plan_of = dict(zip(whole, plans, strict=True))
+    plan_of = dict(zip(no_window if len(plans) < layers else range(layers), plans, strict=True))
     return [plan_of.get(layer) for layer in range(layers)]
 
 
