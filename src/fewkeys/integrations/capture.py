@@ -93,8 +93,8 @@ def capture(
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if not captured:
                     raise ValueError(
-                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps, "
-                        "so there is nothing to capture; use a model with layers that see every key"
+                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps; "
+                        "use a model with layers that see every key"
                     )
                 if sensitivity is not None:
                     writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
@@ -202,17 +202,17 @@ _SHAPES = {
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
     """Raise for token ids and lengths that the model does not have."""
-    vocabulary = model.config.get_text_config().vocab_size
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    config, least, largest = model.config.get_text_config(), int(ids.min()), int(ids.max())
+    if least < 0 or largest >= config.vocab_size:
         raise ValueError(
-            f"batches: expected input_ids from 0 to {vocabulary - 1} in batch {index}, got {int(ids.min())} to "
-            f"{int(ids.max())}; use the tokenizer of this model"
+            f"batches: expected input_ids from 0 to {config.vocab_size - 1} in batch {index}, got {least} to "
+            f"{largest}; use the tokenizer of this model"
         )
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and ids.shape[1] > longest > 0:
         raise ValueError(
             f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
-            f"{ids.shape[1]}; cut the text into shorter sequences"
+            f"{ids.shape[1]}; use shorter sequences"
         )
 
 

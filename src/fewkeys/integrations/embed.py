@@ -59,9 +59,9 @@ def late_chunks(
         encoder: its first module gives token embeddings, and one of the others pools.
         text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones. Nothing is truncated.
         chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, which may
-            overlap or leave gaps; None: one chunk, the whole text. A token belongs to every chunk that has a character
-            of it. The special tokens and the prompt before the text belong to the chunk with the first token, those
-            after it to the chunk with the last: a single chunk is `encoder.encode(text)`.
+            overlap or leave gaps; None: one chunk, the whole text, with the vector of `encoder.encode(text)`. A token
+            belongs to every chunk that has a character of it. The prompt and the special tokens before the text belong
+            to the chunk with the first token, those after it to the chunk with the last.
         prompt_name, prompt: as in `encoder.encode`; the default is that of the encoder.
 
     `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
@@ -74,9 +74,8 @@ def late_chunks(
     limit = longest(encoder)
     if limit is not None and len(places.ids) > limit:
         raise ValueError(
-            f"text: expected at most {limit} tokens, which is what the encoder reads in one pass, got "
-            f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives, or raise "
-            "encoder.max_seq_length where the model has more positions"
+            f"text: expected at most {limit} tokens for one pass of the encoder, got {len(places.ids)}; embed the "
+            "parts of fewkeys.integrations.embed.split, or raise encoder.max_seq_length if the model has more positions"
         )
     spans, ranges = places.chunked(chunks)
     pooling = check_chunks(encoder, chunks)
@@ -170,8 +169,8 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
         raise ValueError(
-            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
-            "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
+            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}; "
+            "embed whole texts, or each part as a text of its own"
         )
     return pooling[0]
 
@@ -217,7 +216,7 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
+            "encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
             f"{type(tokenizer).__name__}"
         )
     options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
@@ -248,8 +247,8 @@ def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Plac
     features: Any = encoder.preprocess([text], prompt=prompt or None)
     if features["input_ids"].flatten().tolist() != places.ids:
         raise ValueError(
-            "encoder: expected one that reads its prompt and the text as they are, got one that puts them into a "
-            "template or cuts them; use encoder.encode for whole texts"
+            "encoder: expected one that reads prompt and text as they are, got one that puts them into a template or "
+            "cuts them; use encoder.encode for whole texts"
         )
     skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
     tokens: Tensor = encoder[0](batch_to_device(features, encoder.device))["token_embeddings"]

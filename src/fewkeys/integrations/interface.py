@@ -199,8 +199,8 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
         raise ValueError(
-            "output_attentions: expected False, since no n x n weights are formed here; restore the model, or set its "
-            "attention implementation to 'eager', to read attention weights"
+            "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
+            "attention implementation to 'eager', to read weights"
         )
 
 

@@ -184,7 +184,7 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
     if missing:
         raise ValueError(
             f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
-            f"the first {sorted(missing)[0]!r}; fetch the model again"
+            f"the first {min(missing)!r}; fetch the model again"
         )
     with _in_one_line(f"name_or_dir: {name} cannot be used"):
         attention_modules(model)

@@ -99,6 +99,6 @@ def pipeline(
     if not unwrapped(model).can_generate():
         raise ValueError(
             f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
-            "AutoModelForCausalLM, and embed with an encoder by fewkeys.apply"
+            "AutoModelForCausalLM, or embed with an encoder by fewkeys.apply"
         )
     return Pipeline(model, tokenizer, plan, leaves)
