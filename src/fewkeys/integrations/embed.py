@@ -74,8 +74,8 @@ def late_chunks(
     limit = longest(encoder)
     if limit is not None and len(places.ids) > limit:
         raise ValueError(
-            f"text: expected at most {limit} tokens for one pass of the encoder, got {len(places.ids)}; embed the "
-            "parts of fewkeys.integrations.embed.split, or raise encoder.max_seq_length if the model has more positions"
+            f"text: expected at most {limit} tokens in one pass of the encoder, got {len(places.ids)}; embed the parts "
+            "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
         )
     spans, ranges = places.chunked(chunks)
     pooling = check_chunks(encoder, chunks)
@@ -169,8 +169,8 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
         raise ValueError(
-            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}; "
-            "embed whole texts, or each part as a text of its own"
+            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
+            "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
         )
     return pooling[0]
 
