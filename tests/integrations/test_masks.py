@@ -109,7 +109,7 @@ def test_an_implementation_that_is_set_meanwhile_stays():
         with fk.apply(model, FEW):
             assert far(run(model, input_ids=tokens()), run(bert(), input_ids=tokens()))
     assert model.config._attn_implementation == "eager"
-    assert not switch.held
+    assert not switch.switched
 
 
 @torch.no_grad()

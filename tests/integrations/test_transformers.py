@@ -329,7 +329,7 @@ def test_models_that_share_a_configuration():
 @pytest.mark.long
 def test_nothing_keeps_a_model_alive():
     gc.collect()  # models of earlier tests, dead but in cycles, would leave the counts halfway
-    before = len(switch.held)
+    before = len(switch.switched)
     model = bert()
     applied = apply(model, WINDOW)
     run(model, input_ids=tokens())
@@ -337,7 +337,7 @@ def test_nothing_keeps_a_model_alive():
     del model, applied
     gc.collect()
     assert alive() is None
-    assert (len(switch.held)) == before
+    assert (len(switch.switched)) == before
 
 
 def test_a_dropped_handle_changes_nothing():

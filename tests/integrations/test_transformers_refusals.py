@@ -84,7 +84,7 @@ def test_a_class_that_does_not_let_itself_be_switched(monkeypatch):
     with pytest.raises(ValueError, match="BertModel does not let its attention implementation be set"):
         apply(model, WINDOW)
     assert torch.equal(run(model, input_ids=tokens()), before)
-    assert id(model.config) not in switch.held
+    assert id(model.config) not in switch.switched
 
 
 def test_a_rest_that_is_not_causal_is_refused_in_a_causal_model():

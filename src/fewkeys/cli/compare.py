@@ -85,16 +85,16 @@ def run(arguments: argparse.Namespace) -> None:
 def _whole_times(
     model: Any, rows: list[Row], plans: dict[int | None, dict[str, Any]], lengths: list[int], step: Step
 ) -> list[WholeTime]:
-    """The times of a model of this shape with random weights, under the plan of each row, at each length."""
-    from fewkeys.integrations.effect import of_shape, time_model
+    """Times of a model of this shape with random weights at each length: exact, and under the plan of each row."""
+    from fewkeys.integrations.effect import time_model
     from fewkeys.judge.result import WholeTime
 
     times, timed = [], [plans[row.budget][row.name] for row in rows]
     for number, length in enumerate(lengths):
         step(number, len(lengths), f"times of whole models at {length:,} tokens")
-        timings = time_model(of_shape(model.config, length, model.dtype), timed, length, seconds=SECONDS)
+        timings = time_model(model, timed, length, seconds=SECONDS)
         for row, timing in zip(rows, timings, strict=True):
-            times.append(WholeTime(row.name, row.budget, length, timing.turns, timing.ms, timing.exact_ms))
+            times.append(WholeTime(row.name, row.budget, length, *timing))
     return times
 
 

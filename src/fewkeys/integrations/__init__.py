@@ -6,6 +6,6 @@
     interface._attention_forward    runs in each layer: makes `AttentionInputs` (masks, terms), calls its answer
     ByPlan, terms.attend    call `fewkeys.attention` with the layer's plan, or the model's own SDPA where that is faster
 
-`capture`, `spot_check` and `effect` attach other answers. `cache` registers its streams in `answers`. `embed` and
+`capture` and `spot_check` attach other answers. `cache` puts its streams into `answers.streams`. `effect`, `embed` and
 `pipeline` only call the model.
 """

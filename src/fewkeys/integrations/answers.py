@@ -1,20 +1,17 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A cache registers new keys here. The attention function finds their stream by the identity of the key tensor.
-
-Each attention module has a stack of plans, which is copied and pickled with the model. A plan that was entered by
-`with` acts only in that context (`contextvars`: a thread, or a task of asyncio). Every other plan acts wherever the
-model is called.
+A stream is found by the tensor of new keys, which its cache has registered. Each attention module has a stack of plans,
+which is copied and pickled with the model. A plan that was entered by `with` acts only in that context (`contextvars`:
+a thread, or a task of asyncio). Every other plan acts wherever the model is called.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,37 +27,18 @@ class Length(int):
     """The number of keys of a call that passes only new keys; a stream holds the earlier ones."""
 
 
-class Waiting(Protocol):
-    """A stream that answers the attention calls whose keys it has registered."""
+streams = WeakIdKeyDictionary()
+"""`streams[key](inputs)` appends the tensor of new keys, with its values, to a stream of a cache, and attends."""
 
-    def attend(self, inputs: AttentionInputs) -> Tensor: ...
+Answer = Callable[[int, nn.Module, AttentionInputs], Tensor | None]
+"""`answer(layer, module, inputs)`: the output (B, Hq, Nq, Dv) of one attention call of the `layer`-th attention module.
 
-
-_waiting = WeakIdKeyDictionary()
-
-
-def wait(key: Tensor, stream: Waiting) -> None:
-    """Register `stream` for calls whose keys are the tensor `key`, for as long as the tensor lives."""
-    _waiting[key] = stream
-
-
-def waiting(key: Tensor) -> Waiting | None:
-    """The stream that answers the call whose keys are `key`."""
-    stream: Waiting | None = _waiting.get(key) if _waiting.data else None
-    return stream
-
-
-class Answer(Protocol):
-    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv).
-
-    None: the model's own attention answers this call, and later ones of the same shapes, types and options.
-    """
-
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None: ...
+None: the model's own attention answers this call, and later ones of the same shapes, types and options.
+"""
 
 
 class Scope:
-    """The contexts in which one application of a plan acts. `is_entered`: only those that entered it."""
+    """The contexts in which one application of a plan acts: those that entered it, or all."""
 
     def __init__(self) -> None:
         self.is_entered = False
@@ -73,11 +51,10 @@ class Scope:
         self.is_entered = True
 
     def leave(self) -> None:
-        """Leave the current context."""
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     def warn_once(self) -> None:
-        """Warn, once, that a context outside this scope calls the model."""
+        """Warn that a context outside this scope calls the model."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -97,7 +74,7 @@ _entered: ContextVar[tuple[Scope, ...]] = ContextVar("fewkeys_entered", default=
 
 
 def in_force(scopes: Iterable[Scope]) -> Scope | None:
-    """The innermost (last) of `scopes` that holds in the current context; None: the model itself answers here."""
+    """The innermost (last) of `scopes` that acts in the current context; None: the model itself answers."""
     inner_first = tuple(scopes)[::-1]
     for scope in inner_first:
         if scope.is_current:
@@ -109,8 +86,8 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
         # Gradient checkpointing computes a layer again, in a thread that has no context.
         if len(inner_first) > 1:
             raise ValueError(
-                "model: expected one plan to compute a layer again by, got several, applied by `with` in several "
-                "threads; apply one plan without `with` to train on this device with gradient checkpointing"
+                "model: expected one plan for gradient checkpointing on this device, got several, applied by `with` in "
+                "several threads; apply one plan without `with`"
             )
         return inner_first[0]
     for scope in inner_first:
@@ -121,14 +98,13 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
 class PlanStack:
     """The answers of one attention module, each with the number of its layer; the innermost is last.
 
-    A copy, in this process or another, keeps only the answer that is active in the context that copies (`interface`).
+    A copy keeps only the answer that is active in the context that copies (`interface`).
     """
 
     def __init__(self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({})) -> None:
         self.answers = dict(answers)
         self.own_call: tuple[object, ...] | None = None
-        """The facts of the last call without padding or window that the model's own attention answered. A call
-        with equal facts goes there at once."""
+        """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
 
     def innermost(self) -> tuple[int, Answer] | None:
         """The layer and the answer that are active in this context; None: the model's own attention."""
@@ -154,14 +130,15 @@ def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
 def remove(module: nn.Module, scope: Scope) -> None:
     """Undo `push`."""
     with LOCK:
-        others = {other: answer for other, answer in plan_stack(module).answers.items() if other is not scope}
-        if others:
-            vars(module)[ATTRIBUTE] = PlanStack(others)
+        stack = PlanStack(plan_stack(module).answers)
+        stack.answers.pop(scope, None)
+        if stack.answers:
+            vars(module)[ATTRIBUTE] = stack
         else:
             vars(module).pop(ATTRIBUTE, None)
 
 
 def _is_autograd_thread() -> bool:
-    """Whether this is a thread that autograd started, as it does for devices."""
+    """Whether autograd started this thread, as it does for devices."""
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return is_foreign and torch._C._current_graph_task_id() != -1

@@ -3,50 +3,43 @@
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
 transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
-the new keys and registers them in `answers`. The attention function finds the layer's stream there, which answers.
+the new keys, and has put its stream into `answers.streams`, where the attention function finds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from fewkeys.integrations import interface
 from fewkeys.integrations.masks import SLIDING, layer_window
+from fewkeys.integrations.transformers import LayerPlan, plans_per_layer
 from fewkeys.memory.base import LeafType, check_leaves
-from fewkeys.memory.stream import Stream
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-LayerPlan = Plan | Sequence[Plan]
 
-
-def cache(
-    model: PreTrainedModel,
-    plan: Plan | Sequence[LayerPlan],
-    *,
-    leaves: LeafType | None = None,
-) -> Cache:
+def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None) -> Cache:
     """An empty cache for `model`, whose attention is switched to use it.
 
     Args:
         model: a decoder-only transformers model. As long as the cache lives (or until `close()`), fewkeys answers its
             attention calls: calls with this cache by the plan, all others as without it.
-        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`).
-            A stream must be able to run it (`fewkeys.stream`), such as `fewkeys.budget(slots, is_causal=True)`. Layers
-            whose own attention is a sliding window keep that window; a sequence may leave them out.
-        leaves: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the default, or
-            "model".
+        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`),
+            that `fewkeys.stream` can run, such as `fewkeys.budget(slots, is_causal=True)`. Layers whose own attention
+            is a sliding window keep that window; a sequence may leave them out.
+        leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
     Returns:
-        A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right. It supports
-        left-padded batches, grouped queries, chunks, several turns, beam search (reordering), repeated or selected
-        sequences, assisted and prompt-lookup decoding. `crop` can remove the newest 24 tokens, and more back to the
-        beginning of a block; otherwise it raises. `memory()` is the number of its bytes, `copy.deepcopy` forks it,
-        `save(path)` and `load(path)` continue a conversation later.
+        A transformers `Cache` for `past_key_values=`. It supports left-padded batches, grouped queries, chunks, several
+        turns, beam search, repeated or selected sequences, assisted and prompt-lookup decoding. `crop` can remove the
+        newest 24 tokens, and more back to the beginning of a block; otherwise it raises. `memory()` is the number of
+        its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` continue a conversation later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a
@@ -55,20 +48,25 @@ def cache(
     model = interface.unwrapped(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
-    if not all(interface.is_causal(module) for module in interface.attention_modules(model)):
-        raise ValueError(
-            f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
-        )
-    layers = _layers(model, plan)
-    check_leaves(leaves, (one for plans, _ in layers for one in plans))
+    modules = interface.attention_modules(model)
+    _check_layers(model, modules)
+    layers = []
+    for module, layer_plan in zip(modules, plans_per_layer(plan, modules), strict=True):
+        window = layer_window(module)
+        stream_plan = Plan(Window(window)) if window is not None else cast("LayerPlan", layer_plan)
+        layers.append(((stream_plan,) if isinstance(stream_plan, Plan) else tuple(stream_plan), window))
+    check_leaves(leaves, (head_plan for head_plans, _ in layers for head_plan in head_plans))
     return StreamCache(model, layers, leaves or "int8")
 
 
-def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:
-    """For each layer its plans, one for all key heads or one for each, and its own window, if it has one."""
+def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
+    """Raise for a model whose layers are not all causal attention with plain keys of their own."""
+    if not all(map(interface.is_causal, modules)):
+        raise ValueError(
+            f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
+        )
     config: Any = model.config.get_text_config(decoder=True)
-    modules = interface.attention_modules(model)
-    count = config.num_hidden_layers
+    layers = config.num_hidden_layers
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
         raise ValueError("model: expected a decoder-only model in which every layer has its own keys")
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -76,26 +74,11 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
-    if len(modules) != count:
+    if len(modules) != layers:
         raise ValueError(
-            f"model: expected one attention module for each of {count} layers, got {len(modules)}; use fewkeys.apply "
+            f"model: expected one attention module for each of {layers} layers, got {len(modules)}; use fewkeys.apply "
             "and the model's own cache"
         )
-    windows = [layer_window(module) for module in modules]
-    whole = [layer for layer, window in enumerate(windows) if window is None]
-    kinds = getattr(config, "layer_types", None)
-    for layer, kind in enumerate(kinds or ()):
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in ("full_attention", *SLIDING):
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
-    plans: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
-    if len(plans) not in (count, len(whole)):
-        also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
-        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(plans)}")
-    by_layer = dict(zip(range(count) if len(plans) == count else whole, plans, strict=True))
-    layers = []
-    for layer, window in enumerate(windows):
-        one = by_layer[layer] if window is None else Plan(Window(window))
-        by_head = (one,) if isinstance(one, Plan) else tuple(one)
-        Stream(by_head)
-        layers.append((by_head, window))
-    return layers

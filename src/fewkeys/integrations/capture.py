@@ -17,7 +17,7 @@ from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
-from fewkeys.integrations.sensitivity import Sensitivity, counted, model_with_head
+from fewkeys.integrations.sensitivity import Sensitivity, counted, described
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,24 +42,23 @@ def capture(
     output projections.
 
     Args:
-        batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
-            ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its
-            table. Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features,
-            frames), or mappings with them.
+        batches: input_ids (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...); padding
+            by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models of
+            images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
-        weights: the kernel of the model's own attention, where it was trained with another one than softmax:
-            `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
-        part: of an encoder-decoder, whose layers alone are captured: "encoder", which runs alone, "decoder" (its
-            self-attention) or "cross", for which batches also hold `decoder_input_ids`. Padding by
-            `decoder_attention_mask` marks the queries of cross-attention.
+        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Its layers then
+            answer by exact attention of that kernel.
+        part: the part of an encoder-decoder to capture: "encoder", which runs alone, "decoder" (its self-attention) or
+            "cross", for which batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the
+            queries of cross-attention.
         gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
-            judge heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation). The
-            whole model runs, with its head where that predicts tokens. `labels` of a batch, as for training, mark the
-            tokens that count by other numbers than -100.
+            judge heads by what their errors do to the predictions (`fewkeys.integrations.sensitivity` has the
+            equation). The whole model runs, with its head where that predicts tokens. `labels` of a batch, as for
+            training, are -100 for tokens that do not count.
         seed: of the random numbers of gradients.
 
-    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. It is not
-    changed. Layers whose own attention is a window are left out, since plans do not change them.
+    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. Layers
+    whose own attention is a window are left out, since plans do not change them.
 
     Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
@@ -75,15 +74,12 @@ def capture(
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
     modules, captured = attention_modules(model), list[int]()
-    encoder = () if part is None else tuple(model.get_encoder().modules())
+    encoder = set() if part is None else set(model.get_encoder().modules())
 
     def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
-        if inputs.window is not None:
+        part_of_layer = "encoder" if modules[layer] in encoder else "decoder" if inputs.is_causal else "cross"
+        if inputs.window is not None or part not in (None, part_of_layer):
             return output
-        if part is not None:
-            inside = any(modules[layer] is module for module in encoder)
-            if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
-                return output
         if layer not in captured:
             captured.append(layer)
         writer.write(inputs)
@@ -97,8 +93,8 @@ def capture(
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if not captured:
                     raise ValueError(
-                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps, "
-                        "so there is nothing to capture; use a model with layers that see every key"
+                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps; "
+                        "use a model with layers that see every key"
                     )
                 if sensitivity is not None:
                     writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
@@ -113,15 +109,11 @@ def capture(
 def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     """Raise for a model that `exact_passes` cannot run."""
     attention_modules(model)
-    if part is not None and (part not in get_args(Part) or not model.config.is_encoder_decoder):
+    parts = get_args(Part) if model.config.is_encoder_decoder else (None,)
+    if part not in parts:
         raise ValueError(
-            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
-            f"{part!r} for a {type(model).__name__}"
-        )
-    if model.config.is_encoder_decoder and part is None:
-        raise ValueError(
-            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured whole; say which part="
-            "'encoder', 'decoder' or 'cross', or pass its encoder"
+            "model: expected part='encoder', 'decoder' or 'cross' of an encoder-decoder, and None of other models, got "
+            f"{part!r} of a {type(model).__name__}; or pass its encoder as the model"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
@@ -138,46 +130,47 @@ def exact_passes(
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
     `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
-    on with. `weights`: the model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone.
-    `gradients`: enable them, and run the head of a model that predicts tokens. Afterwards the model is as it was.
+    on with. The other arguments are those of `capture`. Afterwards the model is as it was.
     """
-    runs = model.get_encoder() if part == "encoder" else model_with_head(model) if gradients else model.base_model
+    runs = model.get_encoder() if part == "encoder" else model.base_model
+    if gradients and part != "encoder" and model.get_output_embeddings() is not None:
+        runs = model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
+            feature = "a learned sink, which captures do not support"
+            if inputs.softcap is not None:
+                cap = inputs.softcap
+                feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
             raise ValueError(
-                f"model: {type(module).__name__} has "
-                + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
-                + ", which captures do not support"
-                + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
-                + "; fewkeys.apply supports it: compare the outputs of the model"
+                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
             )
         if part == "cross":
             inputs = replace(inputs, query_mask=query_mask)
         if weights is None:
-            output = exact(module, inputs)
-        else:
-            output = by_token(attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options()))
-        return on_attention(layer, inputs, output)
+            return on_attention(layer, inputs, exact(module, inputs))
+        output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
+        return on_attention(layer, inputs, by_token(output))
 
     for index, batch in enumerate(batches):
-        arguments = _arguments(model, part, batch, index)
-        if "use_cache" in inspect.signature(runs.forward).parameters:
-            arguments["use_cache"] = False
+        arguments = batch_arguments(model, batch, index)
+        if part == "encoder":
+            arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
         mask = arguments.get("decoder_attention_mask")
         query_mask = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
-        attachment = attach(model, answer)
-        attachment.enter()
-        try:
-            with torch.set_grad_enabled(gradients):
-                result = runs(**{name: item for name, item in arguments.items() if name != "labels"})
-        finally:
-            attachment.detach()
+        with attach(model, answer), torch.set_grad_enabled(gradients):
+            result = run_without_cache(runs, {name: arguments[name] for name in arguments if name != "labels"})
         yield arguments, result
 
 
-def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
-    """The arguments of a batch for the part of the model that runs, on the model's device."""
+def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
+    """What a model returns that keeps no keys of the call."""
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
+
+
+def batch_arguments(model: PreTrainedModel, batch: object, index: int = 0) -> dict[str, Any]:
+    """The checked arguments of a batch, on the model's device. index: the number of the batch, for error messages."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -185,51 +178,42 @@ def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: 
         raise TypeError(
             f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
         )
+    inputs = batch.get(name)
+    axes = _SHAPES.get(name, "any number of dimensions")
+    kind = "" if name == "input_ids" else "floating "
+    if not isinstance(inputs, Tensor) or not (
+        inputs.numel()
+        and inputs.is_floating_point() == bool(kind)
+        and (name not in _SHAPES or inputs.ndim == axes.count(",") + 1)
+    ):
+        raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {described(inputs)}")
     if name == "input_ids":
-        _check_ids(model, batch.get(name), index)
-    else:
-        _check_numbers(name, batch.get(name), index)
-    arguments = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
-    if part == "encoder":
-        arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
-    return arguments
+        _check_ids(model, inputs, index)
+    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
 
 
 _SHAPES = {
+    "input_ids": "sequences, tokens",
     "pixel_values": "images, channels, height, width",
     "input_features": "sounds, features, frames",
     "input_values": "sounds, samples",
 }
 
 
-def _check_numbers(name: str, values: object, index: int) -> None:
-    """Check images and sounds."""
-    axes = _SHAPES.get(name, "any number of dimensions")
-    ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
-    is_array = isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point()
-    if not isinstance(values, Tensor) or not is_array or not values.numel():
-        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(values)}")
-
-
-def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {_came(ids)}")
-    vocabulary = model.config.get_text_config().vocab_size
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
+    """Raise for token ids and lengths that the model does not have."""
+    config, least, largest = model.config.get_text_config(), int(ids.min()), int(ids.max())
+    if least < 0 or largest >= config.vocab_size:
         raise ValueError(
-            f"batches: expected input_ids from 0 to {vocabulary - 1} in batch {index}, got {int(ids.min())} to "
-            f"{int(ids.max())}; use the tokenizer of this model"
+            f"batches: expected input_ids from 0 to {config.vocab_size - 1} in batch {index}, got {least} to "
+            f"{largest}; use the tokenizer of this model"
         )
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and ids.shape[1] > longest > 0:
         raise ValueError(
             f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
-            f"{ids.shape[1]}; cut the text into shorter sequences"
+            f"{ids.shape[1]}; use shorter sequences"
         )
-
-
-def _came(item: object) -> str:
-    return f"{item.dtype} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
 
 
 def weights_of(modules: Sequence[nn.Module]) -> list[float]:
@@ -244,38 +228,34 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs: the linear layers that read the outputs of its attention.
+    """Finds the output projections of `model` as it runs, for which models have no common name.
 
-    Models have no common name for them. They are the linear layers whose input is the memory that an attention call
-    returned. `attended(layer, output)` announces the output (B, Hq, N, Dv) of a call; `matrices` maps
-    layers to weights (out, Hq Dv). A layer whose output goes through something else first is not found.
+    They are the linear layers whose input is the memory that an attention call returned. `matrices` maps layers to
+    weights (out, Hq Dv). A layer whose output goes through something else first is not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         from transformers.pytorch_utils import Conv1D
 
         self.matrices: dict[int, Tensor] = {}
-        self._transposed = Conv1D
         self._last: tuple[int, Tensor] | None = None
         linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
         self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
 
     def attended(self, layer: int, output: Tensor) -> None:
-        """Note the output of layer `layer`. It is kept until the next call, so that its memory is not reused."""
+        """Note the output (B, Hq, N, Dv) of a layer. It is kept until the next call: its memory must not be reused."""
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:
-        """Stop looking."""
-        self._last = None
         for hook in self._hooks:
             hook.remove()
 
     def _look(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._last is None or not arguments or not isinstance(arguments[0], Tensor):
             return
-        (layer, output), read, weight = self._last, arguments[0], module.weight
-        if read.data_ptr() != output.data_ptr() or read.numel() != output.numel() or not isinstance(weight, Tensor):
+        (layer, output), hidden, weight = self._last, arguments[0], module.weight
+        if hidden.data_ptr() != output.data_ptr() or hidden.numel() != output.numel() or not isinstance(weight, Tensor):
             return
-        matrix = weight.detach().mT if isinstance(module, self._transposed) else weight.detach()
+        matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
         if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
             self.matrices[layer] = matrix

@@ -1,14 +1,15 @@
 """Judge plans on a model's own queries, keys and values: by the error of the output, not of the weights.
 
 For each layer and block of heads the exact weights and outputs are computed once, and every plan is compared with them.
-Memory is that of one block (`fewkeys.judge.exact`) at any length. Time is O(n^2) per plan, since mass and recall need
-the exact weights.
+Memory: one block (`fewkeys.judge.exact`) at any length. Time: O(n^2) per plan, since mass and recall need the exact
+weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.integrations.effect import Batch, effects
+from fewkeys.integrations.capture import Batch
+from fewkeys.integrations.effect import judge_model
 from fewkeys.judge.exact import blocks, exact, first_sequence
 from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
 from fewkeys.judge.result import Report, Row, Skipped, plain
@@ -29,6 +31,7 @@ Progress = Callable[[int, int, str], None]
 AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
+COSINES = ("cosine", "cosine_min", "token_cosine")
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
 """Facts of a capture that a report repeats."""
 TIMED = 6
@@ -50,37 +53,34 @@ def compare(
 
     Args:
         capture: the attention inputs of every layer, from `fewkeys.capture`.
-        plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` for several budgets at once (a
-            row that is the same at every budget, such as exact attention, is judged once); or a list of plans, or one
-            plan.
+        plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` (exact attention is judged once);
+            or a list of plans, or one plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
         model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
-        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster, and
-            one that this code does not know is skipped.
+        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster.
         progress: called as `progress(done, total, what)`.
         seed: of everything random in the plans. Same seed, same numbers, timings aside.
 
-    A plan may be a `ModelPlan`, as `fewkeys.tune` makes it. A plan that refuses this model, such as stand-ins that
-    cannot be causal, is listed in `skipped` with its reason.
-    Raises ValueError for bad arguments, and if every plan refuses.
+    A plan that refuses this model (stand-ins that cannot be causal) or this `impl` is listed in `skipped` with its
+    reason. Raises ValueError for bad arguments, and if every plan refuses.
     """
     if not 0.0 < eps <= 1.0:
         raise ValueError(f"eps: expected a number in (0, 1], got {eps!r}; the default is 0.05")
     if (model is None) != (batches is None):
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
     check_impl(impl)
-    entries, budgets = _entries([plans] if isinstance(plans, Plan | ModelPlan) else plans, capture)
+    entries, budgets = _entries(plans, capture)
     passes = capture.layers + (0 if model is None else 1)
-    counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
+    count = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
     keys = HeaviestKeys(capture.layers, capture.query_heads)
-    shape = _judge_layers(capture, entries, eps, seed, impl, counter, keys)
+    shape = _judge_layers(capture, entries, eps, seed, impl, count, keys)
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
     if model is not None and batches is not None:
-        _judge_model(model, batches, running, seed, impl, counter)
-    counter.finish()
+        judge_model(model, batches, running, seed, impl, lambda sequences: count(sequences, "whole model"))
+    count(count.total, "done")
     lengths = _lengths(capture)
     return Report(
         model=capture.model_name,
@@ -96,30 +96,28 @@ def compare(
     )
 
 
+@dataclass
 class _Counter:
     """Counts finished sequences (times plans, times layers) for a progress bar."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0.0
+    progress: Progress | None
+    total: int
+    done: float = 0.0
 
     def __call__(self, amount: float, what: str) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(min(round(self.done), self.total), self.total, what)
 
-    def finish(self) -> None:
-        self(self.total, "done")
 
-
-def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
+def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], list[int]]:
     """The rows to judge, in order, and the budgets they were made for."""
-    groups: list[tuple[Any, Any]] = [(None, plans)]
-    if not isinstance(plans, Mapping):
-        groups = [(None, {str(plan): plan for plan in plans})]
-    elif all(isinstance(value, Mapping) for value in plans.values()):
-        groups = list(plans.items())
+    if isinstance(plans, Plan | ModelPlan):
+        plans = [plans]
+    by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
+    by_budget = by_name if all(isinstance(rows, Mapping) for rows in by_name.values()) else {None: by_name}
     entries: list[Entry] = []
-    for budget, rows in groups:
+    for budget, rows in by_budget.items():
         for name, plan in rows.items():
             if not isinstance(plan, Plan | ModelPlan):
                 raise TypeError(
@@ -137,22 +135,20 @@ def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
                 entries.append(Entry(name, entry_budget, plan, tally, kept=[[] for _ in range(capture.layers)]))
     if not entries:
         raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
-    return entries, [budget for budget, _ in groups if budget is not None]
+    return entries, [budget for budget in by_budget if budget is not None]
 
 
 def _lengths(capture: Capture) -> list[int]:
     """Valid tokens of every sequence."""
     lengths: list[int] = []
     for call in capture.calls(0):
-        if call.key_mask is None:
-            lengths += [call.key.shape[2]] * call.key.shape[0]
-        else:
-            lengths += call.key_mask.sum(-1).tolist()
+        batch, _, keys, _ = call.key.shape
+        lengths += [keys] * batch if call.key_mask is None else call.key_mask.sum(-1).tolist()
     return lengths
 
 
 def _judge_layers(
-    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, counter: _Counter, keys: HeaviestKeys
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: _Counter, keys: HeaviestKeys
 ) -> list[int]:
     """Fill the tallies and timings of all entries, and the sample. Returns the shape that was timed."""
     shape: list[int] = []
@@ -161,14 +157,14 @@ def _judge_layers(
         what = f"layer {layer + 1} of {capture.layers}"
         timed = False
         for index, call in enumerate(capture.calls(layer)):
-            cut = list(blocks(call))
-            for number, block in enumerate(cut):
-                fraction = len(call.query) / len(cut)
+            call_blocks = list(blocks(call))
+            for number, block in enumerate(call_blocks):
+                fraction = len(call.query) / len(call_blocks)
                 truth = exact(block, eps)
                 is_first = index == block.sequence == 0
                 if is_first:
                     keys.add(layer, truth)
-                counter(fraction, what)
+                count(fraction, what)
                 for entry in entries:
                     if entry.reason is None:
                         try:
@@ -176,8 +172,8 @@ def _judge_layers(
                             judge_block(entry, layer, block, truth, where, impl, keys if is_first else None)
                         except ValueError as error:
                             entry.reason = str(error)
-                    counter(fraction, what)
-            if cut and not timed:
+                    count(fraction, what)
+            if call_blocks and not timed:
                 sequence = first_sequence(call)
                 for entry in entries:
                     if entry.reason is None:
@@ -186,64 +182,45 @@ def _judge_layers(
     return shape
 
 
-def _judge_model(
-    model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, impl: Impl, counter: _Counter
-) -> None:
-    """Fill the effects of all entries."""
-    what = "whole model"
-    model_effects = effects(
-        model,
-        batches,
-        [entry.plan for entry in entries],
-        impl=impl,
-        generator=lambda i: entries[i].generator(f"{seed}/model", model.device),
-        done=lambda sequences: counter(sequences, what),
-    )
-    for entry, effect in zip(entries, model_effects, strict=True):
-        entry.effect = effect
-
-
 def _row(entry: Entry, capture: Capture) -> Row:
-    """The numbers of a finished entry."""
-    tally, effect = entry.tally, entry.effect
-    means = tally.means()
-    error, mass = means["error"], means["mass"]
+    tally = entry.tally
+    error, mass, slots = tally.means().values()
     worst = int(error.argmax())
-    heavy = float(tally.heavy.sum())
+    cosines: dict[str, Any] = dict.fromkeys(COSINES) if entry.effect is None else vars(entry.effect)
     return Row(
         name=entry.name,
         budget=entry.budget,
         kind=entry.kind,
         plan=str(entry.plan),
         config=plain(entry.plan.to_dict()),
-        slots=float(means["slots"].mean()),
+        slots=float(slots.mean()),
         error=float(error.mean()),
         error_p50=tally.quantile(0.5),
         error_p90=tally.quantile(0.9),
         worst_head=list(divmod(worst, capture.query_heads)),
         worst_head_error=float(error.flatten()[worst]),
         mass=float(mass.mean()),
-        recall=float(tally.heavy_kept.sum()) / heavy if heavy else None,
-        cosine=None if effect is None else effect.cosine,
-        cosine_min=None if effect is None else effect.cosine_min,
-        token_cosine=None if effect is None else effect.token_cosine,
+        recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
+        **cosines,
         ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # exact attention is as fast as it is
         exact_ms=median(entry.exact_ms),
         per_layer={
             "error": error.mean(1).tolist(),
             "mass": mass.mean(1).tolist(),
             "recall": _listed(tally.heavy_kept.sum(1) / tally.heavy.sum(1)),
-            "slots": means["slots"].mean(1).tolist(),
+            "slots": slots.mean(1).tolist(),
         },
         per_head={
             "error": error.tolist(),
             "mass": mass.tolist(),
-            "recall": [_listed(row) for row in tally.heavy_kept / tally.heavy],
+            "recall": _listed(tally.heavy_kept / tally.heavy),
         },
         kept=entry.kept,
     )
 
 
-def _listed(values: Tensor) -> list[float | None]:
-    """A list with None for what does not exist (0 / 0)."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _listed(values: Tensor) -> Any:
+    """`values.tolist()` with None for what does not exist (0 / 0)."""
+    if values.ndim:
+        return [_listed(value) for value in values]
+    return None if values.isnan() else float(values)

@@ -1,8 +1,8 @@
 """Vectors of texts by a SentenceTransformer: one for a whole text, or late chunks, one for each part of it.
 
 Late chunking (Guenther et al., "Late Chunking", 2024, arXiv 2409.04701) reads the text in one pass and pools its token
-embeddings part by part, so that the vector of a part depends on the rest of the text. The modules after the encoder's
-first (pooling, dense layers, normalisation) run on each part as they would on a text; none is re-implemented here.
+embeddings part by part, so that the vector of a part depends on the rest of the text. The encoder's own modules after
+the first (pooling, dense layers, normalisation) run on each part as they would on a text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fewkeys.core.validation import check_count
 from fewkeys.guard.fallback import Fallbacks, Guard
-from fewkeys.integrations.interface import unwrapped
-from fewkeys.integrations.loading import need_sentence_transformers
+from fewkeys.integrations.interface import need, unwrapped
 from fewkeys.integrations.text import positions
 
 if TYPE_CHECKING:
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings that are as meaningful for a part as for a text; the others read one token or weigh by position."""
+"""Poolings of which parts of a text have their own; the others read one token or weigh by position."""
 WATCH = Guard(sys.float_info.max, queries=8)
-"""As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is answered exactly because of them. Eight
-queries of every head are enough for a mean over all heads.
-"""
+"""As `max_error` of `fewkeys.apply`, it estimates errors and makes nothing exact."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,40 +53,37 @@ def late_chunks(
         with fk.apply(encoder, fk.budget(192)):
             chunks = late_chunks(encoder, text, 256)        # chunks.vectors, chunks.spans
 
-    `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`, where `pool` and `post` are
-    the encoder's own modules.
+    `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`.
 
     Args:
-        encoder: its first module gives token embeddings; it must end in one pooling module and what follows that.
+        encoder: its first module gives token embeddings, and one of the others pools.
         text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones. Nothing is truncated.
-        chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, such as the
-            sentences that a splitter found, which may overlap or leave gaps; None: one chunk, the whole text. A token
-            belongs to every chunk that has a character of it. The special tokens and the prompt before the text belong
-            to the chunk with the first token, those after it to the chunk with the last: a single chunk is
-            `encoder.encode(text)`.
+        chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, which may
+            overlap or leave gaps; None: one chunk, the whole text, with the vector of `encoder.encode(text)`. A token
+            belongs to every chunk that has a character of it. The prompt and the special tokens before the text belong
+            to the chunk with the first token, those after it to the chunk with the last.
         prompt_name, prompt: as in `encoder.encode`; the default is that of the encoder.
 
-    Raises:
-        ValueError: a text that is empty or too long, a chunk without tokens, and an encoder whose pooling means nothing
-            for parts (`cls`, `lasttoken`, `weightedmean`) where there are several.
+    `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
+    pooling means nothing for parts (`cls`, `lasttoken`, `weightedmean`).
 
     Cost: one pass, plus O(tokens d). Memory: that of one pass.
     """
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
-    most = longest(encoder)
-    if most is not None and len(places.ids) > most:
+    limit = longest(encoder)
+    if limit is not None and len(places.ids) > limit:
         raise ValueError(
-            f"text: expected at most {most} tokens, which is what the encoder reads in one pass, got "
-            f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives, or raise "
-            "encoder.max_seq_length where the model has more positions"
+            f"text: expected at most {limit} tokens in one pass of the encoder, got {len(places.ids)}; embed the parts "
+            "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
         )
     spans, ranges = places.chunked(chunks)
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
-        tokens, start = _embedded(encoder, before, text, places, pooling)
-        vectors = [_pooled(encoder, tokens[:, max(first, start) : last]) for first, last in ranges]
-    return Chunks(torch.cat(vectors), spans, tuple(last - max(first, start) for first, last in ranges))
+        embeddings, start = _embedded(encoder, before, text, places, pooling)
+        parts = [embeddings[:, max(first, start) : last] for first, last in ranges]
+        vectors = torch.cat([_pooled(encoder, part) for part in parts])
+    return Chunks(vectors, spans, tuple(part.shape[1] for part in parts))
 
 
 def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
@@ -101,8 +95,8 @@ def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
     def total(layer: Fallbacks) -> float:
         return (layer.error or 0.0) * layer.checked
 
-    layers = [(one, two) for one, two in zip(before, after, strict=True) if two.calls > one.calls]
-    means = [(total(two) - total(one)) / max(1, two.checked - one.checked) for one, two in layers]
+    layers = [(old, new) for old, new in zip(before, after, strict=True) if new.calls > old.calls]
+    means = [(total(new) - total(old)) / max(1, new.checked - old.checked) for old, new in layers]
     return sum(means) / max(1, len(means))
 
 
@@ -113,22 +107,23 @@ def split(
 
     Parts begin with a word where there is white space. One part, the text, where it fits. Cost: tokens of the text.
     """
-    most = longest(encoder)
+    limit = longest(encoder)
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
     count = len(places.ids)
-    if most is None or count <= most:
+    if limit is None or count <= limit:
         return [(0, len(text))]
-    room = most - (count - (places.stop - places.start))
+    around = count - (places.stop - places.start)
+    room = limit - around
     if room < 1:
-        raise ValueError(f"prompt: expected room for text beside {most - room} tokens, got {most}; shorten the prompt")
+        raise ValueError(f"prompt: expected room for text beside {around} tokens, got {limit}; shorten the prompt")
     starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]] + [len(text)]
     cuts, first = [0], 0
     while (left := len(starts) - 1 - first) > 0:
         take = -(-left // -(-left // room))
         stop = _before_word(text, starts, first, first + take)
         # A part may have more tokens than the same characters have in the text: shorten it until it fits.
-        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > most:
+        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > limit:
             take -= max(1, take // 16)
             stop = _before_word(text, starts, first, first + take)
         cuts.append(starts[stop])
@@ -137,14 +132,14 @@ def split(
 
 
 def longest(encoder: SentenceTransformer) -> int | None:
-    """The most tokens of one pass: what the encoder is set to, at most the model's positions; None: no limit known."""
+    """The most tokens of one pass, by the encoder's setting and the model's positions; None: no limit known."""
     limits = (encoder.max_seq_length, positions(unwrapped(encoder)))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
     """The prompt before the text, as `encoder.encode` chooses it. `TypeError` for what is no SentenceTransformer."""
-    need_sentence_transformers()
+    need("sentence_transformers", "embed")
     from sentence_transformers import SentenceTransformer
 
     if not isinstance(encoder, SentenceTransformer):
@@ -161,9 +156,7 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
 
 
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
-    """The encoder's pooling module. `ValueError` where there is not one, or where it means nothing for parts of texts
-    and `chunks` asks for such.
-    """
+    """The encoder's pooling module. `ValueError` if there is not one, or if `chunks` are parts that it cannot pool."""
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
@@ -184,7 +177,7 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens of prompt and text: ids, characters of the text (negative in the prompt), and which are the text's."""
+    """The tokens of prompt and text, their characters (negative in the prompt), and the range of the text's tokens."""
 
     ids: list[int]
     offsets: list[Span]
@@ -192,7 +185,7 @@ class Places:
     stop: int
 
     def chunked(self, chunks: int | Sequence[Span] | None) -> tuple[tuple[Span, ...], list[Span]]:
-        """The characters of each chunk and the range of its tokens."""
+        """The characters of each chunk, and the range of its tokens."""
         if chunks is None or isinstance(chunks, int):
             size = self.stop - self.start if chunks is None else check_count("chunks", chunks)
             ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]
@@ -202,10 +195,12 @@ class Places:
             if not spans:
                 raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
             ranges = [self._within(span) for span in spans]
-        start, stop, every = self.start, self.stop, len(self.ids)
-        return tuple(spans), [(0 if one == start else one, every if last == stop else last) for one, last in ranges]
+        # The first and the last chunk take the tokens around the text.
+        ranges = [(a if a > self.start else 0, b if b < self.stop else len(self.ids)) for a, b in ranges]
+        return tuple(spans), ranges
 
     def _within(self, span: Span) -> Span:
+        """The range of the tokens that have a character in `span`."""
         start, stop = span
         tokens = range(self.start, self.stop)
         inside = [i for i in tokens if max(start, self.offsets[i][0]) < min(stop, self.offsets[i][1])]
@@ -215,23 +210,23 @@ class Places:
 
 
 def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
-    """The tokens of prompt and text as the encoder's tokenizer makes them, none cut off."""
+    """The tokens of prompt and text, none cut off."""
     if not isinstance(text, str):
         raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
+            "encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
             f"{type(tokenizer).__name__}"
         )
-    options = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-    made = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
-    offsets = [(start - len(prompt), stop - len(prompt)) for start, stop in made["offset_mapping"]]
-    marked = zip(offsets, made["special_tokens_mask"], strict=True)
+    options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
+    encoding = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
+    offsets = [(start - len(prompt), stop - len(prompt)) for start, stop in encoding["offset_mapping"]]
+    marked = zip(offsets, encoding["special_tokens_mask"], strict=True)
     of_text = [i for i, ((_, stop), special) in enumerate(marked) if not special and stop > 0]
     if not of_text:
         raise ValueError("text: expected some text, got none that makes a token")
-    return Places(made["input_ids"], offsets, of_text[0], of_text[-1] + 1)
+    return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
 
 
 def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
@@ -252,8 +247,8 @@ def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Plac
     features: Any = encoder.preprocess([text], prompt=prompt or None)
     if features["input_ids"].flatten().tolist() != places.ids:
         raise ValueError(
-            "encoder: expected one that reads its prompt and the text as they are, got one that puts them into a "
-            "template or cuts them; use encoder.encode for whole texts"
+            "encoder: expected one that reads prompt and text as they are, got one that puts them into a template or "
+            "cuts them; use encoder.encode for whole texts"
         )
     skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
     tokens: Tensor = encoder[0](batch_to_device(features, encoder.device))["token_embeddings"]

@@ -1,7 +1,7 @@
 """How transformers calls this package: the attention function and the mask function of a model.
 
-transformers looks both up in registries, by one name. Both are registered here on first use. With an attention function
-but no mask function (`masks`), a model would silently ignore its padding.
+transformers looks both up in registries, by one name. With an attention function alone, a model would silently ignore
+its padding.
 
 Without an active plan and without a cache of ours, the model's own mask function and attention answer. No global object
 refers to a model, so its entries are freed with it.
@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,10 @@ from torch import Tensor, nn
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import answers, mpnet, switch
-from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, Waiting, in_force, plan_stack
+from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import (
-    attend,
-    check_honoured,
-    check_sink,
-    distance_bias,
-    in_one_row,
-    in_rows,
-    plain,
-    real_tokens,
-)
+from fewkeys.integrations.terms import attend, by_sequence, check_honoured, check_sink, distance_bias, plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,28 +44,25 @@ PARTLY = ("informer",)
 """Types with some layers that use the interface and others that compute with the mask."""
 
 
-# --- models -------------------------------------------------------------------------------------------------------
-
-
-def need_transformers() -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where transformers is missing."""
-    if find_spec("transformers") is None:
-        raise ModuleNotFoundError("transformers is needed for this and is not installed; pip install 'fewkeys[hf]'")
+def need(package: str, extra: str) -> None:
+    """Raise `ModuleNotFoundError` that names the extra to install, where a package is missing."""
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(f"{package} is needed for this and is not installed; pip install 'fewkeys[{extra}]'")
 
 
 def unwrapped(model: object) -> PreTrainedModel:
-    """The transformers model: `model` itself, or the one inside it.
-
-    A SentenceTransformer, a peft model, a compiled and a distributed model each contain one. `TypeError` for others.
+    """The transformers model: `model` itself, or the one inside a SentenceTransformer, a peft, a compiled or a
+    distributed model. `TypeError` for others.
     """
-    need_transformers()
+    need("transformers", "hf")
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         return model
-    inside = [] if not isinstance(model, nn.Module) else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    parts = {id(part) for inner in inside for part in inner.modules() if part is not inner}
-    outermost = [inner for inner in inside if id(inner) not in parts]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
+    parts = {part for inner in inside for part in inner.modules() if part is not inner}
+    outermost = [inner for inner in inside if inner not in parts]
     if len(outermost) != 1:
         raise TypeError(
             f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
@@ -97,68 +85,68 @@ def attention_modules(model: object) -> list[nn.Module]:
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether the queries of an attention module see no future."""
+    """Whether an attention module is causal."""
     return bool(getattr(module, "is_causal", True)) and not mpnet.is_mpnet(module)
 
 
 def _asks_interface(kind: type) -> bool:
     """Whether a `forward` of this class, its own or inherited, looks its attention up in the interface."""
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
-    return any(
-        "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward)
-    )
-
-
-# --- attaching ----------------------------------------------------------------------------------------------------
+    names = (forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
+    return any("ALL_ATTENTION_FUNCTIONS" in names_of_forward for names_of_forward in names)
 
 
 class Attachment:
-    """What `attach` did to a model, to be undone."""
+    """What `attach` did to a model. `detach`, or the end of a `with`, undoes it."""
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
         modules, configs = attention_modules(model), switch.configs_of(model)
         mpnet.restate(modules)
         register()
-        self._modules = [weakref.ref(module) for module in modules]
-        self._scope = None if answer is None else Scope()
-        switch.hold(configs, self._scope)
-        self._release = weakref.finalize(model, switch.release, configs, self._scope)
+        self._scope = Scope()
+        self._modules = [] if answer is None else [weakref.ref(module) for module in modules]
+        holder = None if answer is None else self._scope
+        switch.hold(configs, holder)
+        self._release = weakref.finalize(model, switch.release, configs, holder)
         self._release.atexit = False
         self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-        for layer, module in enumerate(modules):
-            if self._scope is not None and answer is not None:
+        if answer is not None:
+            for layer, module in enumerate(modules):
                 answers.push(module, self._scope, layer, answer)
 
     def enter(self) -> None:
         """Limit the answers to the current context."""
-        if self._scope is not None:
-            self._scope.enter()
+        self._scope.enter()
 
     def detach(self) -> None:
-        """Undo `attach`. A second call does nothing."""
-        if self._scope is not None:
-            self._scope.leave()
+        """Restore the model. A second call does nothing."""
+        self._scope.leave()
         if self._release.alive:
             for module in filter(None, (reference() for reference in self._modules)):
-                if self._scope is not None:
-                    answers.remove(module, self._scope)
+                answers.remove(module, self._scope)
                 if not plan_stack(module).answers:
                     mpnet.give_back(module)
             self._hook.remove()
             self._release()
 
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
 
 def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Give every attention call of `model` to `answer` from now on; None: do not change the stacks of plans.
+    """Give every attention call of `model` to `answer` from now on; None: those of a cache to its streams.
 
-    Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
-    replaced; the model is then as it was.
+    `ValueError` for a model whose attention cannot be replaced, which is then as it was.
     """
     return Attachment(model, answer)
 
 
 def register() -> None:
-    """Register both functions by our name. A process that receives a copied model calls this as well."""
+    """Register both functions by our name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -167,7 +155,7 @@ def register() -> None:
 
 
 def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
-    """The stack of a copied module, perhaps in a process that has not imported fewkeys yet."""
+    """The stack of a copied module, perhaps in another process, where nothing is registered yet."""
     register()
     return PlanStack() if innermost is None else PlanStack({Scope(): innermost})
 
@@ -175,13 +163,10 @@ def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
 copyreg.pickle(PlanStack, lambda stack: (_copied_stack, (stack.innermost(),)))
 
 
-# --- exact attention ----------------------------------------------------------------------------------------------
-
-
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
+    """The call as the model's own SDPA implementation answers it, to the bit.
 
-    SDPA has no caps, sinks and biases of distances: calls with these are answered exactly by `fewkeys.attention`.
+    SDPA has no caps, sinks and biases of distances: `fewkeys.attention` answers calls with these, exactly.
     """
     if not plain(inputs):
         return by_token(attend(inputs, None))
@@ -189,27 +174,23 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
         content = Keys(inputs.key_mask, inputs.is_causal, inputs.window)
         mask = content.seen(queries, keys, inputs.query_offset, inputs.key.device).expand(batch, 1, queries, keys)
-    how = {"scaling": inputs.scale, "is_causal": inputs.is_causal}
-    return _sdpa()(module, inputs.query, inputs.key, inputs.value, mask, **how)[0].transpose(1, 2)
+    options = {"scaling": inputs.scale, "is_causal": inputs.is_causal}
+    return _sdpa()(module, inputs.query, inputs.key, inputs.value, mask, **options)[0].transpose(1, 2)
 
 
 def by_token(output: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) in the memory layout that the model's output projection reads.
-
-    `ProjectionFinder` recognises the projection by the address of its input.
+    """The output (B, Hq, Nq, Dv) in the memory layout of the output projection's input, by whose address
+    `ProjectionFinder` recognises the projection.
     """
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @cache
 def _sdpa() -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of transformers: imported once, since an `import` in each layer of each call adds up."""
+    """SDPA as transformers calls it. Imported once, since an `import` in each layer of each call adds up."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
-
-
-# --- what transformers calls --------------------------------------------------------------------------------------
 
 
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -218,20 +199,20 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
         raise ValueError(
-            "output_attentions: expected False, since no n x n weights are formed here; restore the model, or set its "
-            "attention implementation to 'eager', to read attention weights"
+            "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
+            "attention implementation to 'eager', to read weights"
         )
 
 
 _OWN = "_fewkeys_own"
-"""Attribute that marks masks made by the model's own mask function, for calls outside of every plan."""
+"""Marks masks that the model's own mask function made."""
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
-    """The mask function of transformers: the model's own where no plan of the model is in force."""
+    """The mask function that transformers calls: the model's own where no plan of the model is in force."""
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
-    entry, implementation = switch.held.get(id(config)), switch.own_implementation(config)
-    holders = () if entry is None else entry.holders
+    switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
+    holders = () if switched is None else switched.holders
     if implementation is None or is_of_stream or in_force(filter(None, holders)):
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -246,17 +227,50 @@ def _mask(**kwargs: Any) -> Tensor | None:
 def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
-    stack, waiting = plan_stack(module), answers.waiting(key)
+    """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
+    stack = plan_stack(module)
+    stream: Callable[[AttentionInputs], Tensor] | None = streams.get(key) if streams.data else None
     innermost = stack.innermost()
-    is_own = innermost is None and waiting is None and not isinstance(attention_mask, KeyMask)
+    is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
-    return _answered(module, query, key, value, attention_mask, stack, innermost, waiting, **options), None
+    check_honoured(module, options)
+    (batch, heads, queries, dim), keys = query.shape, key.shape[2]
+    real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))
+    if causal and keys < queries:
+        raise ValueError(f"key: expected at least {queries} keys in a causal call, got {keys}")
+    offset = keys - queries if causal else 0
+    scale = dim**-0.5 if options.get("scaling") is None else float(options["scaling"])
+    starts = options.get("cu_seq_lens_q")
+    terms: dict[str, Any] = {
+        "key_mask": real,
+        "window": window,
+        "softcap": options.get("softcap"),
+        "sink": check_sink(options.get("s_aux"), heads),
+        "distance_bias": distance_bias(options.get("position_bias"), offset),
+    }
+    is_plain = all(term is None for term in (*terms.values(), stream, starts))
+    facts, is_lowered = None, autocast_is_on()
+    if is_plain and not (offset or is_lowered or torch.compiler.is_compiling()):
+        shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
+        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
+        if facts == stack.own_call:
+            return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)
+    if is_lowered:
+        query, key, value = lowered(query), lowered(key), lowered(value)
+    inputs = AttentionInputs(query, key, value, scale, causal, query_offset=offset, **terms)
+
+    def by_plan(inputs: AttentionInputs) -> Tensor:
+        answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
+        if innermost is not None and answer is None:
+            stack.own_call = facts
+        return exact(module, inputs) if answer is None else answer
+
+    output = by_sequence(inputs, starts, by_plan) if stream is None else stream(inputs)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of the model itself."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     implementation = switch.own_implementation(getattr(module, "config", None))
@@ -266,80 +280,20 @@ def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     return attend
 
 
-def _answered(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    stack: PlanStack,
-    innermost: tuple[int, Answer] | None,
-    waiting: Waiting | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """The output (B, Nq, Hq, Dv). position_bias: (B or 1, Hq, Nq, Nk), of distances."""
-    check_honoured(module, dropout, kwargs)
-    if mask is None:
-        real, causal, window = None, _is_causal_unmasked(module, is_causal, None), None
-    else:
-        real, causal, window = read_mask(module, mask, (query.shape[0], key.shape[2]))
-        if real is None and window is None and (query.shape[2] == key.shape[2] or not causal):
-            causal = _is_causal_unmasked(module, is_causal, causal)
-    if causal and key.shape[2] < query.shape[2]:
-        raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
-    offset = key.shape[2] - query.shape[2] if causal else 0
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    softcap, sink, starts = kwargs.get("softcap"), kwargs.get("s_aux"), kwargs.get("cu_seq_lens_q")
-    facts, is_lowered = None, autocast_is_on()
-    other = (real, window, waiting, softcap, sink, position_bias, starts)
-    if all(term is None for term in other) and not (offset or is_lowered or torch.compiler.is_compiling()):
-        shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
-        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
-        if facts == stack.own_call:
-            return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)[0]
-    if is_lowered:
-        query, key, value = lowered(query), lowered(key), lowered(value)
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scale=scale,
-        is_causal=causal,
-        key_mask=real,
-        query_offset=offset,
-        window=window,
-        softcap=softcap,
-        sink=None if sink is None else check_sink(sink, query.shape[1]),
-        distance_bias=None if position_bias is None else distance_bias(position_bias, offset),
-    )
-    if waiting is not None:
-        output = waiting.attend(inputs)
-    else:
-        packed = real_tokens(inputs, starts)
-        inputs = inputs if packed is None else in_rows(inputs, packed)
-        answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
-        if innermost is not None and answer is None:
-            stack.own_call = facts
-        output = exact(module, inputs) if answer is None else answer
-        output = output if packed is None else in_one_row(output, packed)
-    return output.transpose(1, 2).contiguous()
+def _keys(module: nn.Module, mask: Tensor | None, shape: tuple[int, int, int], argument: bool | None) -> Keys:
+    """The real keys of a call of `shape` (B, Nq, Nk), whether it is causal, and its window.
 
-
-def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
-    """Whether a call without padding or window is causal. `by_mask`: what its mask says, None without a mask.
-
-    "eager" follows the mask. The other implementations drop such a mask and follow the argument, or the module's flag
-    where there is no argument. The flag is wrong in some models (AIMv2); a plan does not correct it. An argument that
-    differs from the flag may only mean that there is a mask (Moonshine).
+    The mask decides if there is padding or a window, and under "eager". The other implementations drop any other mask
+    and follow the argument `is_causal`, or without one the module's flag, which is wrong in some models (AIMv2); a plan
+    does not correct it. An argument that differs from the flag may only mean that there is a mask (Moonshine).
     """
+    batch, queries, keys = shape
+    real, by_mask, window = (None, None, None) if mask is None else read_mask(module, mask, (batch, keys))
+    if real is not None or window is not None or (by_mask and queries != keys):
+        return Keys(real, bool(by_mask), window)
     if switch.own_implementation(getattr(module, "config", None)) == "eager":
-        return bool(by_mask)
+        return Keys(None, bool(by_mask), None)
     flag = bool(getattr(module, "is_causal", True))
-    if argument is None or argument == flag:
-        return flag
-    return argument if by_mask is None else by_mask
+    if argument in (None, flag):
+        return Keys(None, flag, None)
+    return Keys(None, bool(argument if by_mask is None else by_mask), None)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewkeys.integrations.interface import attention_modules, need_transformers
+from fewkeys.integrations.interface import attention_modules, need
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -21,35 +20,28 @@ if TYPE_CHECKING:
 
 HUB_SECONDS = 5.0
 """Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
-
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
     "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
 )
-_GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 
 def load_model(
     name_or_dir: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode and its tokenizer, from a local folder or a hub id.
+    """The model in eval mode and its tokenizer, from a local folder or a hub id. Nothing is printed.
 
     Encoders come as their base model (`AutoModel`), decoder-only models that were saved with a language-model head as
     `AutoModelForCausalLM`. Weights are read from safetensors only and no code of the repository is run. dtype: None is
     float32 on the CPU and the dtype of the checkpoint elsewhere. A tokenizer without a padding token gets its end
-    token for that. Nothing is printed. What the hub's cache holds is used without asking the hub.
+    token for that. The hub is asked only for what its cache lacks.
 
-    Raises `TypeError` for a name of another kind and `ValueError`, one line that names the remedy, for a folder or hub
-    id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a model whose attention does not go
-    through transformers' interface.
+    `ValueError`, one line that names the remedy, for a folder or hub id that is unknown, unreachable or incomplete, for
+    an encoder-decoder, and for a model whose attention does not go through transformers' interface.
     """
-    need_transformers()
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}: {_line(error)}"
-        ) from None
+    need("transformers", "hf")
+    with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
+        target = torch.device(device)
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
@@ -57,23 +49,24 @@ def load_model(
                 f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); "
                 "use an encoder or a decoder-only model"
             )
-        model = _model(name, config, offline, dtype or (torch.float32 if place.type == "cpu" else "auto"))
-        tokenizer = _tokenizer(name, offline)
-    with _in_one_line(f"device: cannot move {name} to {str(place)!r}"):
-        model.to(place)
+        model = _model(name, config, offline, dtype or (torch.float32 if target.type == "cpu" else "auto"))
+        tokenizer = _pretrained(
+            "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    with _in_one_line(f"device: cannot move {name} to {str(target)!r}"):
+        model.to(target)
     return model.eval(), tokenizer
 
 
 def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
-    """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
+    """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode; else as `load_model`.
 
-    As with `load_model`, weights are read from safetensors only, no code of the repository is run, and nothing is
-    printed. A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A
-    decoder that was saved to predict tokens needs that file.
-
-    Raises the errors of `load_model`, and `ModuleNotFoundError` where sentence-transformers is missing.
+    A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that
+    was saved to predict tokens needs that file. `ModuleNotFoundError` where sentence-transformers is missing.
     """
-    need_sentence_transformers()
+    need("sentence_transformers", "embed")
     with quiet():
         name, config, offline = _located(name_or_dir)
         from sentence_transformers import SentenceTransformer
@@ -84,21 +77,13 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
                 f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
                 f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
             )
-        how = {"use_safetensors": True, "dtype": torch.float32}
+        options = {"use_safetensors": True, "dtype": torch.float32}
         fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"
         with _in_one_line(f"name_or_dir: cannot load the encoder of {name}", fix):
-            encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
+            encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=options)
         with _in_one_line(f"name_or_dir: {name} cannot be used"):
             attention_modules(encoder)
     return encoder.eval()
-
-
-def need_sentence_transformers() -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where sentence-transformers is missing."""
-    if find_spec("sentence_transformers") is None:
-        raise ModuleNotFoundError(
-            "sentence_transformers is needed for this and is not installed; pip install 'fewkeys[embed]'"
-        )
 
 
 @contextmanager
@@ -107,25 +92,20 @@ def quiet() -> Iterator[None]:
     import huggingface_hub.utils
     from transformers.utils import logging
 
-    ours: Any = logging
+    transformers_logs: Any = logging
     hub: Any = huggingface_hub.utils
-    level, hub_level = ours.get_verbosity(), hub.logging.get_verbosity()
-    bars, hub_bars = ours.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as restore:
         warnings.simplefilter("ignore")
-        ours.set_verbosity(ours.CRITICAL)
-        hub.logging.set_verbosity(ours.CRITICAL)
-        ours.disable_progress_bar()
-        hub.disable_progress_bars()
-        try:
-            yield
-        finally:
-            ours.set_verbosity(level)
-            hub.logging.set_verbosity(hub_level)
-            if bars:
-                ours.enable_progress_bar()
-            if hub_bars:
-                hub.enable_progress_bars()
+        for logs in (transformers_logs, hub.logging):
+            restore.callback(logs.set_verbosity, logs.get_verbosity())
+            logs.set_verbosity(logs.CRITICAL)
+        if not hub.are_progress_bars_disabled():
+            restore.callback(hub.enable_progress_bars)
+            hub.disable_progress_bars()
+        if transformers_logs.is_progress_bar_enabled():
+            restore.callback(transformers_logs.enable_progress_bar)
+            transformers_logs.disable_progress_bar()
+        yield
 
 
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
@@ -137,32 +117,31 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
     name = os.fspath(name_or_dir)
     path = Path(name)
-    if name and path.is_dir():
+    is_folder = bool(name) and path.is_dir()
+    if is_folder and not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
-                if files
-                else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
-            )
-        return name, _config(name, True, f"the config.json of {name}"), True
-    if name and path.exists():
+        raise ValueError(
+            f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
+            if files
+            else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
+        )
+    if name and path.is_file():
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}"
             if name.endswith(".gguf")
             else f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder"
         )
-    is_path = not isinstance(name_or_dir, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    is_hub_id = isinstance(name_or_dir, str)
     try:
         validate_repo_id(name)
     except HFValidationError:
-        is_path = True
-    if is_path:
+        is_hub_id = False
+    if not is_folder and not is_hub_id:
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
         )
-    offline = _is_cached(name)
-    return name, _config(name, offline, f"the configuration of {name}"), offline
+    offline = is_folder or _is_cached(name)
+    return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 
 
 def _is_cached(name: str) -> bool:
@@ -188,34 +167,24 @@ def _is_cached(name: str) -> bool:
     return False
 
 
-def _config(name: str, offline: bool, what: str) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    with _in_one_line(f"name_or_dir: {what} is not usable"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    return config
-
-
 def _is_generator(config: PreTrainedConfig) -> bool:
     """Whether the model was saved with a head that predicts the next token."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    saved = config.architectures or ()
-    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(_GENERATORS) for name in saved)
+    heads, saved = ("ForCausalLM", "LMHeadModel"), config.architectures or ()
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(heads) for name in saved)
 
 
 def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    factory: Any = AutoModelForCausalLM if _is_generator(config) else AutoModel
-    how = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": offline}
-    with _in_one_line(f"name_or_dir: cannot load the model of {name}", "it needs weights in safetensors"):
-        model, info = factory.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **how)
+    factory = "AutoModelForCausalLM" if _is_generator(config) else "AutoModel"
+    options = {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
+    model, info = _pretrained(factory, name, offline, what, fix, **options)
     missing = [key for key in info["missing_keys"] if "pooler" not in key]
     if missing:
         raise ValueError(
             f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
-            f"the first {sorted(missing)[0]!r}; fetch the model again"
+            f"the first {min(missing)!r}; fetch the model again"
         )
     with _in_one_line(f"name_or_dir: {name} cannot be used"):
         attention_modules(model)
@@ -224,14 +193,12 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
     return model
 
 
-def _tokenizer(name: str, offline: bool) -> Any:
-    from transformers import AutoTokenizer
+def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = "", **options: Any) -> Any:
+    import transformers
 
-    with _in_one_line(f"name_or_dir: cannot load the tokenizer of {name}", "put its files beside the model"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    with _in_one_line(f"name_or_dir: {what}", fix):
+        auto_class: Any = getattr(transformers, factory)
+        return auto_class.from_pretrained(name, trust_remote_code=False, local_files_only=offline, **options)
 
 
 @contextmanager
@@ -240,7 +207,7 @@ def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {_line(error)}{fix and '; '}{fix}") from None
+        raise ValueError(f"{what}: {_line(error)}{'; ' if fix else ''}{fix}") from None
 
 
 def _line(error: BaseException) -> str:

@@ -5,9 +5,9 @@ Nothing of size n x n is built. A mask holds the real keys and the pattern that 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
 
-Its entries are True at real keys and False at padding. In a layer with a window they are the window's size and 0. There
-is always a mask. Without one, only the module's flag `is_causal` would say whether the call is causal, and the flag is
-wrong in models that were only ever run by "eager". Where every key is real, the mask is one number, expanded.
+Its entries are True at real keys and False at padding; in a layer with a window, the window's size and 0. Where every
+key is real, the mask is one number, expanded. There is always a mask: without one, only the module's flag `is_causal`
+would say whether the call is causal, and the flag is wrong in models that were only ever run by "eager".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,8 +55,8 @@ class Keys(NamedTuple):
 class KeyMask(Tensor):
     """A mask that models can move and slice.
 
-    SDPA gets the boolean mask (B, H, Nq, Nk) that this one stands for. So does a module that adds the mask to its own
-    scores. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
+    SDPA, and a module that adds the mask to its own scores, get the boolean mask (B, H, Nq, Nk) that this one stands
+    for. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
     that a plan does not know.
     """
 
@@ -64,20 +65,19 @@ class KeyMask(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        operation = name.strip("_")  # "add" for add_ and __add__, too
         if name == "scaled_dot_product_attention":
             return func(*args, **kwargs | {"attn_mask": _seen(kwargs["attn_mask"], args[0].shape[2], args[1])})
-        if name in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
+        if operation in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
             seen = _seen(mask, scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        if name in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
+        if operation in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
             with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
                 return func(*args, **kwargs)
-        try:
-            if name not in _COMPUTING:
+        if operation not in _COMPUTING:
+            with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except IndexError:  # more axes than it has
-            pass
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
@@ -91,16 +91,16 @@ def _seen(mask: Tensor, queries: int, key: Tensor) -> Tensor:
 
 
 def _masks(args: Iterable[Any]) -> list[Tensor]:
+    """The masks of ours among arguments and in lists of tensors."""
     flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     return [part for part in flat if isinstance(part, KeyMask)]
 
 
-_ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_ADDING = {"add", "radd", "iadd"}
 _COMPUTING = _ADDING | {
-    *("sub", "mul", "rsub", "__sub__", "__rsub__", "__mul__", "__rmul__", "mul_"),
-    *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_not", "bitwise_and"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
-    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as"),
+    *("sub", "rsub", "mul", "rmul", "eq", "ne", "lt", "gt", "le", "ge", "and", "or", "invert", "logical_and"),
+    *("logical_or", "logical_not", "bitwise_not", "bitwise_and", "where", "masked_fill", "cat", "concat", "pad"),
+    *("float", "half", "bfloat16", "type_as"),
 }
 
 
@@ -119,7 +119,7 @@ def key_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    """The arguments of a mask function of transformers, in short. `ValueError` for patterns that are not honoured."""
+    """Our mask, by the arguments of a mask function of transformers. `ValueError` for patterns it cannot express."""
     is_causal, window = _pattern(mask_function, local_size, kv_offset + kv_length, config)
     if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
@@ -133,9 +133,8 @@ def key_mask(
         if real.shape[1] < kv_length:
             if isinstance(kv_length, Length):
                 raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
-                    f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
-                    "before it"
+                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, with those in the "
+                    f"cache, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache before it"
                 )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
@@ -150,7 +149,7 @@ def _pattern(
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
-    It is recognised by what made its parts; `ValueError` for all others. reach: keys up to the last one.
+    It is recognised by the functions that made its parts. reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -188,13 +187,10 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     """
     if not isinstance(mask, KeyMask) or torch.compiler.is_compiling():
         return _read(module, mask, shape)
-    remembered: tuple[tuple[int, int], Keys] | None = vars(mask).get(_KEYS)
-    if remembered is None or remembered[0] != shape:
-        remembered = vars(mask)[_KEYS] = shape, _read(module, mask, shape)
-    return remembered[1]
-
-
-_KEYS = "_fewkeys_keys"
+    stored: dict[tuple[int, int], Keys] = vars(mask).setdefault("_fewkeys_keys", {})
+    if shape not in stored:
+        stored[shape] = _read(module, mask, shape)
+    return stored[shape]
 
 
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
@@ -216,7 +212,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 
 def _decoded(mask: Tensor) -> Keys:
-    """Reads a mask in one of the forms that the module docstring lists."""
+    """The content of a mask in one of the forms that the module docstring lists."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
     if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token
@@ -229,7 +225,7 @@ def _decoded(mask: Tensor) -> Keys:
 def layer_window(module: nn.Module) -> int | None:
     """The window of an attention module's own, as its configuration counts it; None: it sees every key.
 
-    Moshi's configuration has a window that its model never asks for.
+    The configuration of Moshi has a window that its model never asks for.
     """
     attributes, config = vars(module), getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), attributes.get("layer_idx")

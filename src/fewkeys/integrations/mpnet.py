@@ -1,7 +1,7 @@
-"""MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface: its `forward` is replaced.
+"""MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface.
 
-While a plan is active, `MPNetForward` replaces that method in the attention module; the class does not change. It makes
-queries, keys and values as the module does, calls the attention function, and treats its output as the module does.
+While a plan is active, `MPNetForward` replaces `forward` in the attention module, not in its class. It differs from
+the model's own in that it calls the attention function.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from fewkeys.integrations.answers import plan_stack
 
 @dataclass(eq=False)
 class MPNetForward:
-    """The `forward` of one module. A call that began before the replacement has the model's own mask, and goes to the
-    module's own method.
-    """
+    """The `forward` of one module."""
 
     module: nn.Module
 
     def __call__(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **more: Any
+        self, hidden: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
         module: Any = self.module
+        # A call that began before the replacement has the model's own mask.
         is_own_mask = attention_mask is not None and attention_mask.is_floating_point()
         if is_own_mask or plan_stack(module).innermost() is None:
-            output: tuple[Tensor, ...] = type(module).forward(module, hidden, attention_mask, position_bias, **more)
+            output: tuple[Tensor, ...] = type(module).forward(module, hidden, attention_mask, position_bias, **options)
             return output
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        rows = (part(hidden).unflatten(-1, (-1, module.attention_head_size)) for part in (module.q, module.k, module.v))
-        heads = (part.transpose(1, 2) for part in rows)
+        size = module.attention_head_size
+        projections = (module.q, module.k, module.v)
+        rows = (projection(hidden).unflatten(-1, (-1, size)).transpose(1, 2) for projection in projections)
         attend: Any = ALL_ATTENTION_FUNCTIONS["fewkeys"]
-        options = {"scaling": module.attention_head_size**-0.5, "position_bias": position_bias, "is_causal": False}
-        options["dropout"] = module.dropout.p if module.training else 0.0
-        mixed, _ = attend(module, *heads, attention_mask, **options)
-        return (module.o(mixed.flatten(2)),)
+        dropout = module.dropout.p if module.training else 0.0
+        terms = {"scaling": size**-0.5, "position_bias": position_bias, "is_causal": False}
+        by_token, _ = attend(module, *rows, attention_mask, dropout=dropout, **terms)
+        return (module.o(by_token.flatten(2)),)
 
 
 def is_mpnet(module: nn.Module) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewkeys.integrations.cache import LayerPlan, cache
+from fewkeys.integrations.cache import cache
 from fewkeys.integrations.interface import unwrapped
+from fewkeys.integrations.transformers import LayerPlan
+from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
@@ -19,16 +23,14 @@ _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
 
 
+@dataclass(frozen=True, eq=False)
 class Pipeline:
     """Answers questions about contexts; made by `fewkeys.pipeline`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> None:
-        if not unwrapped(model).can_generate():
-            raise ValueError(
-                f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
-                "AutoModelForCausalLM, and embed with an encoder by fewkeys.apply"
-            )
-        self.model, self.tokenizer, self.plan, self.held = model, tokenizer, plan, held
+    model: Any
+    tokenizer: Any
+    plan: Plan | Sequence[LayerPlan]
+    leaves: LeafType | None
 
     @torch.no_grad()
     def __call__(
@@ -39,38 +41,35 @@ class Pipeline:
         questions: Sequence[str] | None = None,
         answer_prefix: str = "",
         max_new_tokens: int = 50,
-        **how: Any,
+        **options: Any,
     ) -> dict[str, Any]:
         """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
 
-        answer_prefix: what every answer begins with. how: for `model.generate`; answers are greedy otherwise. Cost: the
-        context once, by the plan, and for each question its own tokens and those of its answer.
+        answer_prefix: what every answer begins with. options: for `model.generate`; answers are greedy otherwise.
+        Cost: the context once, by the plan, and for each question its own tokens and those of its answer.
         """
         if (question is None) == (questions is None):
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         if isinstance(questions, str):
             raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
         before, after = self._parts(context)
-        read = self._ids(before, True)
-        memory: Any = cache(self.model, self.plan, **self.held)
-        try:
-            self.model(read, past_key_values=memory, attention_mask=torch.ones_like(read), logits_to_keep=1)
+        context_ids = self._ids(before, True)
+        memory: Any = cache(self.model, self.plan, leaves=self.leaves)
+        with closing(memory):
+            mask = torch.ones_like(context_ids)
+            self.model(context_ids, past_key_values=memory, attention_mask=mask, logits_to_keep=1)
             answers = []
-            for asked in [question] if questions is None else questions:
-                ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
+            for text in [question] if questions is None else questions:
+                ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
                 arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                arguments |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **how}
+                arguments |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **options}
                 if arguments.get("stop_strings") is not None:
                     arguments.setdefault("tokenizer", self.tokenizer)
-                model: Any = self.model  # torch's types make every attribute a tensor
-                written = model.generate(ids, **arguments)
-                answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))
-        finally:
-            memory.close()
+                output = self.model.generate(ids, **arguments)
+                answers.append(str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
     def _parts(self, context: str) -> tuple[str, str]:
-        """The text before and after the question."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             return f"{context}\n\n", "\n"
         messages = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
@@ -79,21 +78,27 @@ class Pipeline:
         return before, after
 
     def _ids(self, text: str, is_first: bool) -> torch.Tensor:
-        """(1, N); special tokens before the first text, unless the chat has them."""
+        """Token ids (1, N), with special tokens before the first text, unless the chat has them."""
         special = is_first and getattr(self.tokenizer, "chat_template", None) is None
-        ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
-        on_device: torch.Tensor = ids.to(self.model.device)
-        return on_device
+        encoding = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")
+        ids: torch.Tensor = encoding["input_ids"].to(self.model.device)
+        return ids
 
 
-def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> Pipeline:
+def pipeline(
+    model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None
+) -> Pipeline:
     """Questions about long contexts, in the manner of kvpress's pipeline.
 
         ask = fk.pipeline(model, tokenizer, fk.budget(256, is_causal=True))
         ask(context, questions=["Who wrote it?", "When?"])["answers"]
 
-    model, plan and `held` (`leaves`) as in `fewkeys.cache`, whose errors it raises. Chat models are asked by
-    their template, others by context, a blank line, question and a new line. `ValueError` for a model that generates no
-    text.
+    model, plan, leaves: as in `fewkeys.cache`, whose errors it raises. Chat models are asked by their template, others
+    by context, a blank line, question and a new line. `ValueError` for a model that generates no text.
     """
-    return Pipeline(model, tokenizer, plan, **held)
+    if not unwrapped(model).can_generate():
+        raise ValueError(
+            f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
+            "AutoModelForCausalLM, or embed with an encoder by fewkeys.apply"
+        )
+    return Pipeline(model, tokenizer, plan, leaves)

@@ -1,6 +1,6 @@
 """How much a model's predictions change with an error in the output of an attention head, for `fewkeys.tune`.
 
-One backward pass for each batch. Let s be a random number made of the model's output on the tokens that count,
+Let s be a random number made of the model's output on the tokens that count,
 
     a model that predicts tokens    s = sum_t log p_t(y_t)            y_t drawn from p_t, the softmax of its logits
     any other                       s = sum_t (r_t . h_t) / |h_t|     r_t random signs, h_t its last hidden states
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewkeys.integrations.interface import attention_modules, is_causal
 
@@ -34,8 +34,8 @@ IGNORED = -100
 class Sensitivity:
     """Collects the gradients of one batch after the other: `follow` every attention output, then `gradients`.
 
-    seed: of y and r. Memory: what training the model on a batch would take without an optimiser. The gradients of
-    parameters stay as they are.
+    seed: of y and r. Cost: one backward pass, and the memory of training on the batch without an optimiser. The
+    gradients of parameters stay as they are.
     """
 
     def __init__(self, seed: int) -> None:
@@ -64,28 +64,22 @@ class Sensitivity:
 
     def _score(self, result: Any, counts: Tensor) -> Tensor:
         """The random number s of the module docstring."""
-        logits = result.get("logits")
+        logits: Tensor | None = result.get("logits")
         if logits is not None:
             log_p = logits[counts].float().log_softmax(-1)
             drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=self._generator)
-            likely: Tensor = log_p.gather(1, drawn.to(log_p.device)).sum()
-            return likely
-        hidden = result["last_hidden_state"][counts].float()
+            return log_p.gather(1, drawn.to(log_p.device)).sum()
+        hidden: Tensor = result["last_hidden_state"][counts].float()
         signs = torch.randint(0, 2, hidden.shape, generator=self._generator).to(hidden) * 2 - 1
         size = torch.linalg.vector_norm(hidden.detach(), dim=-1).clamp_min(1e-30)
         turned: Tensor = ((hidden * signs).sum(-1) / size).sum()
         return turned
 
 
-def model_with_head(model: PreTrainedModel) -> nn.Module:
-    """The model with its head if that predicts tokens, else its base."""
-    return model.base_model if model.get_output_embeddings() is None else model
-
-
 def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
     """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
 
-    The label of a token is predicted by the token before it, but by its own place in encoders and encoder-decoders.
+    A label is predicted by the token before it in decoders, by its own token in encoders and encoder-decoders.
     """
     output = result.get("logits", result.get("last_hidden_state"))
     if output is None:
@@ -101,11 +95,19 @@ def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part:
     if labels is None:
         return real
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
-        came = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {came}")
+        raise ValueError(
+            f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {described(labels)}"
+        )
     labelled = labels.cpu() != IGNORED
     if not has_decoder and any(is_causal(module) for module in attention_modules(model)):
         labelled = torch.cat([labelled[:, 1:], torch.zeros_like(labelled[:, :1])], 1)
     if not bool((real & labelled).any()):
         raise ValueError(f"labels: expected some that are not {IGNORED}, got none; label what counts")
     return real & labelled
+
+
+def described(argument: object) -> str:
+    """The dtype and shape of a tensor, or the type of something else, for error messages."""
+    if isinstance(argument, Tensor):
+        return f"{argument.dtype} of shape {tuple(argument.shape)}"
+    return type(argument).__name__

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.validation import Options
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.sample import Estimates
 from fewkeys.integrations.capture import Batch, check_readable, exact_passes
@@ -30,12 +31,7 @@ def spot_check(
     *,
     queries: int = ...,
     confidence: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    lengths: Tensor | None = ...,
-    key_mask: Tensor | None = ...,
-    query_offset: int = ...,
-    generator: torch.Generator | None = ...,
+    **options: Unpack[Options],
 ) -> SpotCheck: ...
 
 
@@ -57,29 +53,25 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         fk.spot_check(query, key, value, plan, queries=32)      # one attention call
         fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
 
-    The estimate is of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
-    `fewkeys.compare` reports. The positions of every sequence are divided into `queries` equal stretches. In each
-    stretch one query of each head is drawn at random and answered exactly. The plan runs on the whole input, as it
-    would without the check. The estimate is unbiased. The interval is Student's, with variances of groups of stretches
-    and a longer upper arm (`fewkeys.guard.interval`). It holds for the queries of this input, and assumes that most of
-    the error is not in a single query that was not drawn (docs/quality-control.md has the measured coverage).
+    An unbiased estimate of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
+    `fewkeys.compare` reports. The plan runs on the whole input. Each sequence is divided into `queries` equal
+    stretches, and in each stretch one query of each head is drawn at random and answered exactly. The interval is
+    Student's, with variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`). It holds for the
+    queries of this input, and assumes that most of the error is not in a single query that was not drawn
+    (docs/quality-control.md has the measured coverage).
 
     Args:
         query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
             plan is always run, also where exact attention is faster.
         model: a transformers model in eval mode. Every layer's plan is judged on the input that the layer has in the
-            exact model, so that errors do not add up over layers. The result has one entry per layer in `per_layer`.
+            exact model, so that errors do not add up over layers. `per_layer` of the result has an entry for each.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
         plan: with a model also one plan per layer, or per layer and key head, as in `fewkeys.apply`.
         queries: exact queries per sequence and head, at least 2; all queries of sequences with fewer.
         confidence: of the interval, in (0, 1).
         generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
 
-    Returns:
-        A `SpotCheck`.
-
-    Raises:
-        TypeError, ValueError: malformed input, and whatever the plan or the model refuse.
+    Raises `TypeError` or `ValueError` for malformed input, and whatever the plan or the model refuse.
 
     Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
     """
@@ -111,10 +103,8 @@ def _check_model(
             checks[layer] += check_call(call.checked(generator), plan, queries, source)
         return output
 
-    count = 0
-    for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention):
-        count += 1
-    if count == 0:
+    passes = exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention)
+    if sum(1 for _ in passes) == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     checked = [layer for layer in checks if layer]
     if not checked:

@@ -17,7 +17,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import interface
-from fewkeys.integrations.answers import Length, wait
+from fewkeys.integrations.answers import Length, streams
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
@@ -28,17 +28,11 @@ DRAFT = 24
 """Tokens that `crop` can always remove: more than assisted and prompt-lookup decoding propose by default."""
 
 
-def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
-    """The empty stream of a layer, by one plan for all key heads or one for each. `leaves`: for plans with a scan."""
-    scans = any(plan.scanned for plan in plans)
-    return Stream(plans[0] if len(plans) == 1 else plans, leaves=leaves if scans else None, undo=DRAFT)
-
-
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`: its stream.
+    """One layer of a `StreamCache`.
 
-    `calls`: one entry for each attention call that the layer makes with the same keys; later calls have other values
-    (DiffLlama makes two). `window`: that of the layer; None: it sees every key.
+    plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. before: the layer
+    before. `calls`: a stream for each attention call with the same keys (DiffLlama makes two, with other values).
     """
 
     is_sliding = False
@@ -55,36 +49,42 @@ class StreamLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans, self.window, self.leaves = plans, window, leaves
-        self.calls = [stream_of(plans, leaves)]
-        self.expected: tuple[Tensor, Tensor] | None = None
+        self.calls = [self.new_stream()]
+        self.is_waiting = False
+        """Whether tokens came whose attention has not been computed."""
         self.closed = False
         self._length, self._answered = 0, 0
         self._config, self._before = weakref.ref(config), before
+
+    def new_stream(self) -> Stream:
+        """An empty stream by the plans of this layer."""
+        has_scan = any(plan.scanned for plan in self.plans)
+        return Stream(self.plans, leaves=self.leaves if has_scan else None, undo=DRAFT)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values, which wait for their attention calls. The streams hold the earlier ones."""
+        """The new keys and values; the streams hold the earlier ones."""
         config = self._config()
         if self.closed or config is None or config._attn_implementation != NAME:
             raise ValueError(
-                "past_key_values: expected a cache that is open, of a model whose attention runs through fewkeys, got "
-                "one that was closed, or whose model had its attention implementation set since; make another"
+                "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
+                "attention implementation set since; make another"
             )
-        if self.expected is not None or (self._before is not None and self._before.expected is not None):
+        if self.is_waiting or (self._before is not None and self._before.is_waiting):
             raise ValueError(
                 "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
                 "with the model it was made for"
             )
-        self.expected = (key_states, value_states)
+        self.is_waiting = True
         self._length, self._answered = self.get_seq_length(), 0
-        wait(key_states, self)
+        streams[key_states] = self.attend
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Append the waiting tokens to the stream and compute the outputs of their queries."""
-        self.expected = None
+        """Append the tokens to the stream and compute the outputs of their queries."""
+        self.is_waiting = False
         if not plain(inputs):
             raise ValueError(
                 "model: its attention has capped scores, learned sinks or a distance bias, which no stream supports; "
@@ -92,120 +92,100 @@ class StreamLayer(CacheLayerMixin):
             )
         if inputs.window != self.window:
             raise ValueError(
-                f"model: expected a layer whose window is {self.window}, as its configuration says, got a call within "
-                f"{inputs.window}; use fewkeys.apply and the model's own cache"
+                f"model: expected the window of its configuration, {self.window}, got a call within {inputs.window}; "
+                "use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
-            self.calls.append(stream_of(self.plans, self.leaves))
-        answering = self.calls[self._answered]
-        if answering.length != self._length:
+            self.calls.append(self.new_stream())
+        stream = self.calls[self._answered]
+        if stream.length != self._length:
             raise ValueError(
                 f"past_key_values: expected as many attention calls of a layer as for the {self._length} tokens "
                 f"before, got {self._answered + 1}; use the cache with the model it was made for"
             )
         self._answered += 1
-        answering.scale = inputs.scale
-        answering.append(inputs.key, inputs.value, inputs.key_mask)
-        return answering.attend(inputs.query)
+        stream.scale = inputs.scale
+        stream.append(inputs.key, inputs.value, inputs.key_mask)
+        return stream.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
         return Length(query_length), self.get_seq_length()
 
     def get_seq_length(self) -> int:
-        """The number of all tokens so far, including tokens that were summarised."""
+        """The number of all tokens so far, also of those that were summarised."""
         return self.calls[0].length
 
     def get_max_length(self) -> int:
-        """No maximum."""
         return -1
 
     get_max_cache_shape = get_max_length  # the name in earlier versions
 
     def reset(self) -> None:
-        """Remove all tokens."""
-        self.calls, self.expected = [stream_of(self.plans, self.leaves)], None
+        self.calls, self.is_waiting = [self.new_stream()], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the sequences for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences."""
         for stream in self.calls:
             stream.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         batch = self.calls[0].batch
         if batch is not None:
             self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if some of them were already summarised."""
-        self.check_crop(tokens_to_remove)
-        length = self.get_seq_length() + tokens_to_remove
-        for stream in self.calls:
-            stream.crop(length)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise what `crop` would raise, without removing anything."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        for stream in self.calls:
-            stream.check_crop(self.get_seq_length() + tokens_to_remove)
-
-    def memory(self) -> int:
-        """Bytes held."""
-        return sum(stream.memory() for stream in self.calls)
-
-    def offload(self) -> None:
-        """Streams stay where they are."""
-
-    def prefetch(self) -> None:
-        """Streams stay where they are."""
-
 
 class StreamCache(Cache):
-    """One stream per layer; made by `fewkeys.cache`."""
+    """One stream per layer; made by `fewkeys.cache`. plans: those of each layer, and its window."""
+
+    layers: list[StreamLayer]  # type: ignore[assignment]
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
+        self, model: PreTrainedModel, plans: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
     ) -> None:
-        self._leaves = leaves
-        self._held: list[StreamLayer] = []
-        for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
-            config: Any = getattr(module, "config", model.config)
-            self._held.append(StreamLayer(plans, window, leaves, config, self._held[-1] if self._held else None))
-        super().__init__(layers=[*self._held])
-        self._model = weakref.ref(model)
+        layers: list[StreamLayer] = []
+        for (layer_plans, window), module in zip(plans, interface.attention_modules(model), strict=True):
+            config = getattr(module, "config", model.config)
+            layers.append(StreamLayer(layer_plans, window, leaves, config, layers[-1] if layers else None))
+        super().__init__(layers=[*layers])
+        self._model, self._leaves, self._kind = weakref.ref(model), leaves, f"cache of {len(layers)} layers"
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
         self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
+    @property
+    def _streams(self) -> list[Stream]:
+        return [stream for layer in self.layers for stream in layer.calls]
+
     def close(self) -> None:
         """Restore the model's own attention; the cache cannot be used any more."""
-        for layer in self._held:
+        for layer in self.layers:
             layer.closed = True
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens of all layers, or raise `ValueError` and remove nothing."""
-        for layer in self._held:
-            layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if any stream cannot, and none does."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
+        lengths = {stream: stream.length + tokens_to_remove for stream in self._streams}
+        for stream, length in lengths.items():
+            stream.check_crop(length)
+        for stream, length in lengths.items():
+            stream.crop(length)
 
     def memory(self) -> int:
-        """Bytes of memory held by all layers."""
-        return sum(layer.memory() for layer in self._held)
+        """Bytes held."""
+        return sum(stream.memory() for stream in self._streams)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file, complete or not at all."""
-        files.write(path, self._kind, [stream.contents() for layer in self._held for stream in layer.calls])
+        files.write(path, self._kind, [stream.contents() for stream in self._streams])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """Continue from a file that `save` wrote under the same plans; returns this cache.
 
-        `ValueError` for another or a damaged file, which changes nothing: everything in it is checked first.
+        `ValueError` for another or a damaged file, which changes nothing.
         """
         model = self._model()
         device = "cpu" if model is None else model.device
@@ -213,27 +193,21 @@ class StreamCache(Cache):
             restored = self._restored(files.read(path, self._kind), device)
         except files.FAULTS as error:
             raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {error}") from None
-        for layer, calls_of_layer in zip(self._held, restored, strict=True):
-            layer.calls, layer.expected = calls_of_layer, None
+        for layer, calls in zip(self.layers, restored, strict=True):
+            layer.calls, layer.is_waiting = calls, False
         return self
-
-    @property
-    def _kind(self) -> str:
-        """The kind of file: a cache of another number of layers cannot be loaded."""
-        return f"cache of {len(self._held)} layers"
 
     def _restored(
         self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
     ) -> list[list[Stream]]:
-        """The streams of every layer, from a file's contents; `ValueError` names a layer that does not match."""
-        calls, rest = divmod(len(contents), len(self._held))
-        if rest or not calls:
+        calls, remainder = divmod(len(contents), len(self.layers))
+        if remainder or not calls:
             raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
         restored = []
-        for number, layer in enumerate(self._held):
-            held = contents[number * calls : (number + 1) * calls]
+        for number, layer in enumerate(self.layers):
+            of_layer = contents[number * calls : (number + 1) * calls]
             try:
-                restored.append([stream_of(layer.plans, layer.leaves).restore(*one, device) for one in held])
+                restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
             except files.FAULTS as error:
                 raise ValueError(f"layer {number}: {error}") from None
         return restored
@@ -241,17 +215,15 @@ class StreamCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()
         if model is None:
-            raise ValueError(
-                "past_key_values: expected a cache whose model is still there, got one whose model is gone"
-            )
-        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self._held], self._leaves)
-        for new, layer in zip(twin._held, self._held, strict=True):
+            raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
+        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self.layers], self._leaves)
+        for new, layer in zip(twin.layers, self.layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """Refuse `generate` without `use_cache`: it passes all tokens again at every step, so they would count twice."""
+    """Refuse `generate` without `use_cache`, which passes all tokens again at every step."""
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
     if kwargs.get("use_cache") is False and isinstance(kwargs.get("past_key_values"), StreamCache):

@@ -1,7 +1,7 @@
 """Switches the attention implementation in a model's configurations to ours, and back when the last plan ends.
 
-Other threads may apply or restore plans while a call runs. The call ends as it began: a mask that the model made goes
-to the model's own attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
+Other threads may do so while a call runs. The call ends as it began: a mask that the model made goes to the model's own
+attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NAME = "fewkeys"
 
 @dataclass
 class SwitchedConfig:
-    """A switched configuration, its former implementation, and the scopes that need the switch (None: a cache)."""
+    """A configuration, its own implementation, and the scopes that need the switch (None: a cache)."""
 
     config: PreTrainedConfig
     implementation: str | None
     holders: tuple[Scope | None, ...] = ()
 
 
-held: dict[int, SwitchedConfig] = {}
-"""Switched configurations by their `id`."""
+switched: dict[int, SwitchedConfig] = {}
+"""By the `id` of the configuration."""
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -61,8 +61,8 @@ def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     """Keep these configurations switched until they are released as often."""
     with LOCK:
         for config in configs:
-            entry = held.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
-            if config._attn_implementation != NAME:  # set to another one since it was first held
+            entry = switched.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
+            if config._attn_implementation != NAME:  # new, or set to another one since
                 entry.implementation = config._attn_implementation
                 _set(config, NAME)
             entry.holders = (*entry.holders, holder)
@@ -72,18 +72,18 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     """Undo one `hold`."""
     with LOCK:
         for config in configs:
-            entry = held[id(config)]
-            at = entry.holders.index(holder)
-            entry.holders = entry.holders[:at] + entry.holders[at + 1 :]
+            entry = switched[id(config)]
+            index = entry.holders.index(holder)
+            entry.holders = entry.holders[:index] + entry.holders[index + 1 :]
             if not entry.holders:
                 if config._attn_implementation == NAME:  # another one that a user has set stays
                     _set(config, entry.implementation)
-                del held[id(config)]
+                del switched[id(config)]
 
 
 def own_implementation(config: Any) -> str | None:
     """The implementation that a configuration has without us; None: unknown, as in a copy of a switched one."""
-    entry = held.get(id(config))
+    entry = switched.get(id(config))
     name: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
     return None if name == NAME else name
 

@@ -1,19 +1,19 @@
 """Translates what models add to softmax attention (caps, sinks, biases, packed rows) into terms that plans support.
 
-A soft cap is the weight function `Softcap`.
+A soft cap is the weight function `Softcap`. A bias that depends on distance is a table.
 
 A learned sink becomes one more key, before all others, with value zero. Rows get one more dimension: query head h holds
 its sink s_h there, the sink key 1 / scale, and all other keys 0. So the sink's score is s_h and no other score changes.
 Every query keeps this key; under a scan it may choose it like any other.
 
-A bias that depends on distance is a table. Sequences packed into one row, as for flash attention, attend only to
-themselves. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
-`DataCollatorWithFlattening` write it). Each sequence becomes one row, padded at its end.
+Sequences packed into one row, as for flash attention, attend only to themselves. Each becomes one row, padded at its
+end. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
+`DataCollatorWithFlattening` write it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,40 +30,24 @@ from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
 
-_INERT = {
-    "cache_position",
-    "encoder_attention_mask",
-    "encoder_hidden_states",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "s_aux",
-    "sliding_window",
-    "softcap",
-    "token_type_ids",
-    "tokenizer",
-    "use_cache",
+_HONOURED = {
+    *("cache_position", "dropout", "encoder_attention_mask", "encoder_hidden_states", "is_causal", "labels"),
+    *("logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"),
+    *("position_bias", "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window"),
+    *("softcap", "token_type_ids", "tokenizer", "use_cache"),
 }
-"""Arguments of a model's attention calls that do not change the output, or are read elsewhere."""
+"""Options of a model's attention calls that are supported, or do not change the output."""
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""The arguments of packed sequences; only the first is read."""
+"""The options of packed sequences; only the first is read."""
 
 
-def check_honoured(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for every option of the model that is not honoured."""
-    if dropout:
-        raise ValueError(
-            f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
-        )
-    ignored = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | _PACKED
-    for name, value in kwargs.items():
-        if name not in ignored and value is not None and value is not False:
+def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an option of the model that is not honoured."""
+    if dropout := options.get("dropout"):
+        raise ValueError(f"dropout: expected 0, got {dropout}; call model.eval(), or configure no attention dropout")
+    honoured = _HONOURED if options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
+    for name, value in options.items():
+        if name not in honoured and value is not None and value is not False:
             raise ValueError(
                 f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
                 "does not support; use a model or a call without it"
@@ -83,38 +67,36 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
 
 
-def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
+def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
     """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
 
-    None where it is zero, as T5's cross-attention has it; `ValueError` where it does not depend on distances alone.
-    Without gradients the table ends where the bias is constant. The table stays with the tensor, which all layers
-    of a model share.
+    None where it is zero, as in T5's cross-attention; `ValueError` where it does not depend on distances alone. Without
+    gradients the table ends where the bias is constant, and is stored with the tensor, which all layers share.
     """
-    at, remembered = vars(bias).get(_TABLE, (None, None))
-    if at == offset and not bias.requires_grad:
-        table: Tensor = remembered
-        return table
+    if bias is None:
+        return None
+    stored: dict[int, Tensor] = vars(bias).setdefault("_fewkeys_tables", {})
+    if offset in stored and not bias.requires_grad:
+        return stored[offset]
     if not bool(bias.any()) and not bias.requires_grad:
         return None
-    even = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
+    by_distance = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
     queries, keys = bias.shape[2:]
-    if not even or not 0 <= offset <= max(0, keys - 1):
+    if not by_distance or not 0 <= offset <= max(0, keys - 1):
         raise ValueError(
             "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
             f"another, {tuple(bias.shape)}, which no plan supports"
         )
     line = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # from the last query to the last key
-    low, high = offset + queries - 1, keys - 1 - offset
-    whole = DistanceBias(pad(line, (max(0, high - low), max(0, low - high)), mode="replicate"))
+    before, after = offset + queries - 1, keys - 1 - offset
+    table = pad(line, (max(0, after - before), max(0, before - after)), mode="replicate")
     if not bias.requires_grad:
-        differs = (whole.table != whole.table[:, :1]).any(0), (whole.table != whole.table[:, -1:]).any(0)
-        ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
-        whole = whole.reaching(0, max(0, whole.reach - min(ends) + 1) if min(ends) else whole.reach)
-        vars(bias)[_TABLE] = offset, whole.table
-    return whole.table
-
-
-_TABLE = "_fewkeys_table"
+        first, last = (table != table[:, :1]).any(0), (table != table[:, -1:]).any(0)
+        constant = min(int(part.int().argmax()) for part in (first, last.flip(0)))
+        whole = DistanceBias(table)
+        table = whole.reaching(0, max(0, whole.reach - constant + 1) if constant else whole.reach).table
+        stored[offset] = table
+    return table
 
 
 def attend(
@@ -140,7 +122,7 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
         plan = Plan(Window(inputs.window))
     if plan is None or isinstance(plan, Plan):
         return _plan_in_terms(inputs, plan or Plan())
-    return tuple(_plan_in_terms(inputs, one) for one in plan)
+    return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
 
 
 def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
@@ -150,8 +132,8 @@ def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
         plan = replace(plan, weights=Softcap(inputs.softcap))
     if inputs.sink is None or plan.keep is None:
         return plan
-    held = plan.keep.remembered
-    if held is not None and (held.first or held.scan):
+    remembered = plan.keep.remembered
+    if remembered is not None and (remembered.first or remembered.scan):
         return plan
     return replace(plan, keep=plan.keep | Sinks(1))
 
@@ -161,44 +143,35 @@ def plain(inputs: AttentionInputs) -> bool:
     return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
 
 
-def check_sink(sink: Tensor, heads: int) -> Tensor:
-    """The sinks (Hq,) as a model hands them down."""
+def check_sink(sink: Tensor | None, heads: int) -> Tensor | None:
+    """The sinks (Hq,) that a model passes."""
+    if sink is None:
+        return None
     if sink.numel() != heads:
         raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
     return sink.reshape(-1)
 
 
-def real_tokens(inputs: AttentionInputs, starts: Tensor | None) -> Tensor | None:
-    """The positions of packed tokens in one padded row for each sequence (B, longest); None if there is one sequence.
-
-    starts: `cu_seq_lens_q`.
-    """
+def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable[[AttentionInputs], Tensor]) -> Tensor:
+    """The output of `answer`, which gets a row for each packed sequence. starts: `cu_seq_lens_q`."""
     if starts is None or len(starts) <= 2:
-        return None
+        return answer(inputs)
     lengths, tokens = starts.diff(), inputs.query.shape[2]
-    whole = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
-    if not whole or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
+    is_row = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
+    if not is_row or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
         raise ValueError(
             f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, with neither padding nor a bias "
             f"of the distance, got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row "
             "and pad by attention_mask"
         )
-    real: Tensor = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
-    return real
+    real = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
 
-
-def in_rows(inputs: AttentionInputs, real: Tensor) -> AttentionInputs:
-    """The call with a row for each sequence."""
-
-    def spread(tokens: Tensor) -> Tensor:
-        rows = tokens.new_zeros(*real.shape, tokens.shape[1], tokens.shape[3])
-        rows[real] = tokens[0].transpose(0, 1)
+    def in_rows(packed: Tensor) -> Tensor:
+        rows = packed.new_zeros(*real.shape, packed.shape[1], packed.shape[3])
+        rows[real] = packed[0].transpose(0, 1)
         return rows.transpose(1, 2)
 
-    query, key, value = (spread(tokens) for tokens in (inputs.query, inputs.key, inputs.value))
-    return replace(inputs, query=query, key=key, value=value, key_mask=None if bool(real.all()) else real)
-
-
-def in_one_row(output: Tensor, real: Tensor) -> Tensor:
-    """The output (1, H, N, Dv) of the outputs (B, H, longest, Dv) in rows of their own."""
+    query, key, value = (in_rows(packed) for packed in (inputs.query, inputs.key, inputs.value))
+    key_mask = None if bool(real.all()) else real
+    output = answer(replace(inputs, query=query, key=key, value=value, key_mask=key_mask))
     return output.transpose(1, 2)[real].transpose(0, 1)[None]

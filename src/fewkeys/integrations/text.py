@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 BATCH_TOKENS = 4096
-"""Tokens per batch: what bounds the memory of a forward pass."""
-
+"""Tokens per batch: they bound the memory of a forward pass."""
 PIECE = 65_536
 """Characters that are tokenized at once, so that a long file costs no more than the tokens it is read for."""
 
@@ -18,12 +17,10 @@ PIECE = 65_536
 def batches(
     texts: Sequence[str], tokenizer: Any, *, sequences: int, length: int, longest: int | None = None
 ) -> list[Tensor]:
-    """Cut `texts`, joined, into at most `sequences` sequences of exactly `length` tokens; no padding.
+    """Cut `texts`, joined, into at most `sequences` sequences of exactly `length` tokens: ids (B, length) in batches.
 
-    Each sequence carries the special tokens that the tokenizer puts around a text (`[CLS] ... [SEP]`, or a start
-    token).
-    `longest` is the most positions the model has. Returns token ids (B, length), a few sequences per batch.
-    Raises ValueError if `length` does not fit or the text is shorter than one sequence.
+    Each sequence has the special tokens that the tokenizer puts around a text (`[CLS] ... [SEP]`, or a start token).
+    longest: the most positions the model has. `ValueError` if `length` does not fit or the text is too short.
     """
     if longest is not None and length > longest:
         raise ValueError(f"length: expected at most the model's {longest} positions, got {length}; choose fewer")
@@ -46,10 +43,7 @@ def batches(
 
 
 def positions(model: Any) -> int | None:
-    """The longest sequence that `model` takes, None if unknown.
-
-    Where position embeddings keep rows for padding (as in RoBERTa), those do not count.
-    """
+    """The longest sequence that `model` takes, None if unknown. Positions for padding (RoBERTa) do not count."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None
@@ -74,19 +68,10 @@ def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
     """Tokens of the texts without special ones: all of them, or the first ones once there are `enough`."""
     tokens: list[int] = []
     for text in texts:
-        for piece in _pieces(text):
-            tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(tokens) >= enough:
-                return tokens
+        start = 0
+        while start < len(text) and len(tokens) < enough:
+            end_of_line = text.find("\n", start + PIECE)
+            stop = end_of_line + 1 if end_of_line >= 0 else len(text)
+            tokens += tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
+            start = stop
     return tokens
-
-
-def _pieces(text: str) -> list[str]:
-    """The text in pieces of about `PIECE` characters that end with a line."""
-    pieces, start = [], 0
-    while start < len(text):
-        stop = text.find("\n", start + PIECE)
-        stop = len(text) if stop < 0 else stop + 1
-        pieces.append(text[start:stop])
-        start = stop
-    return pieces

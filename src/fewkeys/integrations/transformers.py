@@ -1,6 +1,6 @@
-"""Hugging Face transformers: run a plan inside a model (`apply`), and store the inputs of its attention (`capture`).
+"""Run a plan inside a model of Hugging Face transformers: `fewkeys.apply`.
 
-Both work through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leave the
+It works through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leaves the
 model's code, weights and class alone.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -47,60 +46,54 @@ def apply(
     generator: torch.Generator | None = None,
     max_error: float | Guard | None = None,
 ) -> Applied:
-    """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
+    """Replace attention in every layer of `model` by `plan`, until `restore` or the end of a `with`.
 
         with fk.apply(model, fk.budget(64)):
             approximate = model(**inputs)
         exact = model(**inputs)                     # bit for bit as before
 
     Args:
-        model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
-            distributed one; also a part of a model (`model.encoder`). docs/families.md lists model families.
-        plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. In place of a
-            layer's plan there may be a sequence with one for each key head, as in a `ModelPlan` of `fewkeys.tune`.
-        impl, generator: as in `fewkeys.attention`. With `impl="auto"`, a call that exact attention is expected to
-            answer faster goes to the model's own SDPA, for plans with `exact_if_faster`; `plan.never_exact()` always
-            runs.
-        max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly,
-            and `fallbacks` of the result counts them. Decoded tokens are then answered exactly. Of a `Guard` its limit
-            and number of queries are taken: every layer counts by itself.
+        model: a transformers model or a part of one (`model.encoder`), or a module around one (SentenceTransformer,
+            peft, compiled, distributed). docs/families.md lists model families.
+        plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. The plan of a layer
+            may be a sequence with one for each key head, as in a `ModelPlan` of `fewkeys.tune`.
+        impl, generator: as in `fewkeys.attention`. With `impl="auto"`, the model's own SDPA answers calls for which
+            exact attention is expected to be faster; `plan.never_exact()` always runs.
+        max_error: as in `fewkeys.attention`, for each layer by itself: heads where the plan's estimated error is above
+            it are answered exactly, and `fallbacks` of the result counts them. Decoded tokens are answered exactly.
 
-    Grouped queries, left and right padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of
-    Lq is at key Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for
-    each decoded token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave
-    them out. A soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one
-    more key that every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
+    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of Lq is at key
+    Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for each decoded
+    token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave them out. A
+    soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one more key that
+    every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
 
-    Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio);
-    other contexts see the model as before. Without `with`, it acts in every thread, and in copies of the model, also
-    in other processes. The innermost of nested plans answers. docs/serving.md has examples.
+    Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio).
+    Without `with`, it acts in every thread, and in copies of the model, also in other processes. The innermost of
+    nested plans answers. docs/serving.md has examples.
 
     Raises:
         TypeError: a `model` or `plan` of another kind.
         ValueError: a model whose attention does not go through transformers' interface, and plans that do not match its
             layers. Calls of `model` raise it for what is not supported: attention dropout, the model's own chunked
-            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan
-            without causal attention in a causal model.
+            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`, and a plan that
+            is not causal in a causal model.
     """
     model = unwrapped(model)
     modules = attention_modules(model)
     plans = tuple(plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
-        planned = [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan is not None]
-        check_same_weights(plan, planned)
+        check_same_weights(plan, [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan])
     limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
-    guards = None if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
+    guards = () if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
-    return Applied(model, ByPlan(plans, impl, generator, guards or ()))
+    return Applied(model, ByPlan(plans, impl, generator, guards))
 
 
 class Applied:
-    """An active plan of `model`. `restore()` or the end of the `with` block ends it; a second call does nothing.
-
-    The plan stays active when this object is deleted, for as long as the model lives.
-    """
+    """An active plan of `model`, until `restore()` or the end of the `with` block, also when this object is deleted."""
 
     def __init__(self, model: PreTrainedModel, answer: ByPlan) -> None:
         self.model = model
@@ -108,7 +101,7 @@ class Applied:
         self._attachment = attach(model, answer)
 
     def restore(self) -> None:
-        """Restore the attention that the model had, unless another `apply` is still active on it."""
+        """Restore the attention that the model had, unless another `apply` is still active. May be called again."""
         self._attachment.detach()
 
     @property
@@ -120,9 +113,7 @@ class Applied:
         self._attachment.enter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
 
@@ -142,28 +133,19 @@ class ByPlan:
                 f"plan: expected layer {layer} to have a sliding window, got a call without one; pass a plan for "
                 "every layer"
             )
-        if self._gives_way(plan, inputs):
-            return None
         guard = self.guards[layer] if self.guards and inputs.window is None else None
+        if guard is None and plain(inputs):  # `attention` counts calls with a guard; SDPA has no caps, sinks or biases
+            fast_plan = plan if inputs.window is None else Plan(Window(inputs.window), exact_if_faster=True)
+            rows = (inputs.query, inputs.key, inputs.value)
+            if fast_plan is not None and gives_way(fast_plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
+                return None
         return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
-
-    def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
-        """Whether the model's own SDPA answers. It supports windows, but no caps, sinks or biases.
-
-        Calls with a guard go to `attention`, which counts them.
-        """
-        if not plain(inputs) or (self.guards and inputs.window is None):
-            return False
-        if inputs.window is not None:
-            plan = Plan(Window(inputs.window), exact_if_faster=True)
-        rows = (inputs.query, inputs.key, inputs.value)
-        return plan is not None and gives_way(plan, rows, inputs.is_causal, inputs.query_offset, self.impl)
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
-    """The plan of each layer, or `TypeError`/`ValueError` where there is not one for each.
+    """The plan of each layer; None for a layer with a window of its own, if all of these were left out.
 
-    One for each layer without a window of its own is also accepted; the other layers then have None.
+    `TypeError` or `ValueError` for what is not one plan for each layer.
     """
     layers = len(modules)
     if isinstance(plan, Plan):
@@ -176,25 +158,23 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
         plans = list(plan)
     else:
         raise TypeError(f"plan: expected a Plan, or one per layer, got {type(plan).__name__}")
-    for layer, item in enumerate(plans):
-        for one in (item,) if isinstance(item, Plan) or not isinstance(item, Sequence) else item:
-            if not isinstance(one, Plan):
-                raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(one).__name__}")
-    whole = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
-    if len(plans) not in (layers, len(whole)):
-        also = "" if len(whole) == layers else f", or of the {len(whole)} that see every key"
+    for layer, layer_plan in enumerate(plans):
+        for head_plan in layer_plan if isinstance(layer_plan, Sequence) else (layer_plan,):
+            if not isinstance(head_plan, Plan):
+                raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(head_plan).__name__}")
+    no_window = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
+    if len(plans) not in (layers, len(no_window)):
+        also = "" if len(no_window) == layers else f", or of the {len(no_window)} that see every key"
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plans)}")
-    if len(plans) == layers:
-        return plans
-    plan_of = dict(zip(whole, plans, strict=True))
+    plan_of = dict(zip(no_window if len(plans) < layers else range(layers), plans, strict=True))
     return [plan_of.get(layer) for layer in range(layers)]
 
 
 def check_same_weights(plan: ModelPlan, modules: Sequence[nn.Module]) -> None:
     """Warn if the plan was tuned on other weights."""
-    noted: Any = plan.record.get("weights") or []
-    present = weights_of(modules) if noted else []
-    if len(present) == len(noted) and any(abs(a - b) > TOLERANCE * b for a, b in zip(present, noted, strict=True)):
+    tuned: Any = plan.record.get("weights") or []
+    weights = weights_of(modules) if tuned else []
+    if len(weights) == len(tuned) and any(abs(a - b) > TOLERANCE * b for a, b in zip(weights, tuned, strict=True)):
         warnings.warn(
             f"plan: tuned on {plan.record.get('model')}, and this model's attention has other weights; fewkeys.compare "
             "tells what the plan costs here, or tune it again",
