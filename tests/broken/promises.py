@@ -181,8 +181,8 @@ PROMISES = (
     Breakage(
         "no instruction that a processor lacks: one flag of a set is enough",
         "native/sets.py",
-        "if one.flags <= flags)",
-        "if one.flags & flags or not one.flags)",
+        "if isa.flags <= flags)",
+        "if isa.flags & flags or not isa.flags)",
         (Law("kernels/test_native_building", "flags_tell"),),
     ),
     Breakage(

@@ -110,7 +110,7 @@ class _Shard:
             (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
             (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
         ]
-        held: tuple[Tensor, ...] = (self.value[:, :, None, near], values)
+        attended: tuple[Tensor, ...] = (self.value[:, :, None, near], values)
         if means is not None:
             step = int(means.step(x, start, start + 1))
             kept = places[:, :, start:stop].unflatten(1, (x.kv_heads, -1))
@@ -120,8 +120,8 @@ class _Shard:
             elsewhere = (asking[start:] < self.local.start) | (asking[start:] >= self.local.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
             columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
-            held = (*held, means.value[:, :, None, step])
-        return torch.cat(columns, -1).flatten(1, 2), held
+            attended = (*attended, means.value[:, :, None, step])
+        return torch.cat(columns, -1).flatten(1, 2), attended
 
     def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
         """The sums (B, Hq, M, Dv) of the values of `scored` under weights (B, Hq, M, keys)."""

@@ -226,7 +226,7 @@ class _Step:
     def serves(self, memory: Coded, query: Tensor, scale: float) -> bool:
         """Whether the call holds for the next token."""
         is_same = (self.shape, self.scale, self.block) == (query.shape, scale, memory._last_block)
-        return is_same and all(mine is theirs for mine, theirs in zip(self.held, memory._held, strict=True))
+        return is_same and all(tensor is latest for tensor, latest in zip(self.held, memory._held, strict=True))
 
     def __deepcopy__(self, memo: object) -> None:
         """None: a copy of the memory has other buffers, and prepares its own call."""

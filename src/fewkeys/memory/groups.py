@@ -62,12 +62,12 @@ class Group:
 
     def merge(self, other: Group, length: int) -> Group | None:
         """The sequences that both have, the tokens of `other` after the `length` tokens of this group."""
-        here, there = (self.rows[:, None] == other.rows).nonzero().unbind(1)
-        if not len(here):
+        index, others = (self.rows[:, None] == other.rows).nonzero().unbind(1)
+        if not len(index):
             return None
-        memory = self.memory.select(here).merge(other.memory.select(there))
+        memory = self.memory.select(index).merge(other.memory.select(others))
         gaps = tuple((start + length, stop + length) for start, stop in other.gaps)
-        return replace(self, rows=self.rows[here], gaps=joined(self.gaps, gaps), memory=memory)
+        return replace(self, rows=self.rows[index], gaps=joined(self.gaps, gaps), memory=memory)
 
 
 def real_tokens(gaps: Gaps, length: int) -> int:

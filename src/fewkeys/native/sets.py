@@ -69,13 +69,13 @@ def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
     """The sets of a kind of machine; of this machine if none is named."""
     machine = machine or platform.machine()
     kind = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
-    return tuple(one for one in SETS if one.machine == kind)
+    return tuple(isa for isa in SETS if isa.machine == kind)
 
 
 def possible() -> tuple[InstructionSet, ...]:
     """The sets that this machine can run; the lowest if the system lists no processor flags."""
     flags, of_this_machine = _flags(), of_machine()
-    return of_this_machine[:1] if flags is None else tuple(one for one in of_this_machine if one.flags <= flags)
+    return of_this_machine[:1] if flags is None else tuple(isa for isa in of_this_machine if isa.flags <= flags)
 
 
 def chosen() -> InstructionSet | None:
@@ -86,9 +86,9 @@ def chosen() -> InstructionSet | None:
     candidates, name = possible(), os.environ.get(FORCED)
     if not name:
         return candidates[-1] if candidates else None
-    for one in candidates:
-        if one.name == name:
-            return one
+    for isa in candidates:
+        if isa.name == name:
+            return isa
     reason = "which this processor lacks" if name in map(str, SETS) else "which is no instruction set"
     raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, candidates)) or 'none'}, got {name!r}, {reason}")
 

@@ -70,6 +70,6 @@ def _filled(x: Inputs, index: Tensor, used: Tensor, complete: int, count: int) -
         order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         last_keys, real = last_keys.gather(-1, order), real.gather(-1, order)
     free = count - index.shape[-1]
-    own = (pad(rows, (0, free - CAUSAL_BLOCK))[:, None].expand(-1, x.kv_heads, -1) for rows in (last_keys, real))
-    filled_index, filled_used = (torch.cat(parts, -1) for parts in zip((index, used), own, strict=True))
+    block_keys = (pad(rows, (0, free - CAUSAL_BLOCK))[:, None].expand(-1, x.kv_heads, -1) for rows in (last_keys, real))
+    filled_index, filled_used = (torch.cat(parts, -1) for parts in zip((index, used), block_keys, strict=True))
     return filled_index, filled_used

@@ -32,8 +32,8 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     queries, keys = (-(-count // BLOCK) + (x.valid is not None) for count in (x.queries, x.keys))
     total, length = x.gqa_ratio * queries, queries + keys - 1
     block = place // x.queries * queries + (place % x.queries + lead[:, None, None, None]) // BLOCK
-    one = torch.ones_like(place, dtype=bias.table.dtype)
-    members = one.new_zeros((*place.shape[:3], total + 1)).scatter_add_(-1, block.where(place >= 0, total), one)
+    ones = torch.ones_like(place, dtype=bias.table.dtype)
+    members = ones.new_zeros((*place.shape[:3], total + 1)).scatter_add_(-1, block.where(place >= 0, total), ones)
     spectrum = rfft(members[..., :total].unflatten(-1, (x.gqa_ratio, queries)), length)
     product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(1)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)

@@ -62,8 +62,8 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
     before, total = totals.counted(sizes)
     order = label.argsort(dim=2, stable=True)
     row = torch.arange(label.shape[2], device=label.device).expand_as(label)
-    here = torch.empty_like(label).scatter_(2, order, row) - (sizes.cumsum(2) - sizes).gather(2, label)
-    return here + (before + total.cumsum(1) - total).gather(2, label), total.sum(1)
+    rank_in_shard = torch.empty_like(label).scatter_(2, order, row) - (sizes.cumsum(2) - sizes).gather(2, label)
+    return rank_in_shard + (before + total.cumsum(1) - total).gather(2, label), total.sum(1)
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
