@@ -112,8 +112,8 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     parts = get_args(Part) if model.config.is_encoder_decoder else (None,)
     if part not in parts:
         raise ValueError(
-            "model: expected part='encoder', 'decoder' or 'cross' of an encoder-decoder, and None of other models, got "
-            f"{part!r} of a {type(model).__name__}; or pass its encoder as the model"
+            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
+            f"{part!r} for a {type(model).__name__}"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
