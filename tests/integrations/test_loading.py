@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import huggingface_hub
 from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -72,6 +73,23 @@ def refused(name, said, **more):
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
     return str(caught.value)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("hubs", [False, True], ids=["hub off", "hub on"])
+def test_progress_bars_are_as_before(llama, ours, hubs):
+    before = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+
+    def switch(ours, hubs):
+        (logging.enable_progress_bar if ours else logging.disable_progress_bar)()
+        (enable_progress_bars if hubs else disable_progress_bars)()
+
+    try:
+        switch(ours, hubs)
+        load_model(llama)
+        assert (logging.is_progress_bar_enabled(), not are_progress_bars_disabled()) == (ours, hubs)
+    finally:
+        switch(*before)
 
 
 def test_a_generator(llama, capfd):

@@ -99,12 +99,12 @@ def quiet() -> Iterator[None]:
         for logs in (transformers_logs, hub.logging):
             restore.callback(logs.set_verbosity, logs.get_verbosity())
             logs.set_verbosity(logs.CRITICAL)
-        if not hub.are_progress_bars_disabled():
-            restore.callback(hub.enable_progress_bars)
-            hub.disable_progress_bars()
+        # transformers' own switch, which is set back first, switches the hub's bars, too.
+        restore.callback(hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars)
         if transformers_logs.is_progress_bar_enabled():
             restore.callback(transformers_logs.enable_progress_bar)
             transformers_logs.disable_progress_bar()
+        hub.disable_progress_bars()
         yield
 
 
