@@ -22,13 +22,17 @@ class Law(NamedTuple):
 
 
 class Breakage(NamedTuple):
-    """In `file` of the package, `put` for `find`, which occurs once; every one of `laws` must fail."""
+    """In `file` of the package, `put` for `find`, which occurs once; every one of `laws` must fail.
+
+    `isa`: the instruction set whose kernels are broken; "": the highest of the machine.
+    """
 
     name: str
     file: str
     find: str
     put: str
     laws: tuple[Law, ...]
+    isa: str = ""
 
 
 EXACT = Law("01_full_budget_is_exact", "every_executor and native")
@@ -381,6 +385,7 @@ BREAKAGES = (
         "begin[i] = -3 * levels.unit * total;",
         "begin[i] = 0 * total;",
         (Law("kernels/test_native_codes", "keys_are_those_of_torch"),),
+        isa="vnni",
     ),
     Breakage(
         "scans: ranges weigh the keys that the query keeps, too",

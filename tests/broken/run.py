@@ -22,6 +22,7 @@ from pathlib import Path
 
 from broken.breakages import BREAKAGES, Breakage, Law
 from broken.promises import PROMISES
+from fewkeys.native.sets import FORCED, possible
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 500
@@ -38,12 +39,14 @@ class Copy:
         self.put("native/sets.py", '"-O3"', '"-O1"')
         if breakage is not None:
             self.put(breakage.file, breakage.find, breakage.put)
+        forced = {FORCED: breakage.isa} if breakage is not None and breakage.isa else {}
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(self.source),
             "PYTHONDONTWRITEBYTECODE": "1",
             "FEWKEYS_CACHE": cache or str(Path(folder) / "cache"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+            **forced,
         }
 
     def put(self, file: str, find: str, put: str) -> None:
@@ -112,7 +115,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the results as JSON; others that it has stay there")
     options = parser.parse_args()
     every = (*BREAKAGES, *PROMISES)
+    runnable = ["", *map(str, possible())]
     chosen = [b for b in every if not options.words or any(word in b.name for word in options.words)]
+    for breakage in (b for b in chosen if b.isa not in runnable):
+        print(f"left out  {breakage.name}: this machine lacks {breakage.isa}")
+    chosen = [b for b in chosen if b.isa in runnable]
     begun, actual = time.time(), []
     with tempfile.TemporaryDirectory() as cache:
         check_sound({law for breakage in chosen for law in breakage.laws}, cache)
