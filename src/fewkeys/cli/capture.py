@@ -21,12 +21,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
-    from fewkeys.captures.capture import INDEX
-
     inputs.prepare(arguments)
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
+    from fewkeys.captures.capture import INDEX
+
     facts: dict[str, Any] = {}
     with progress() as step:
 

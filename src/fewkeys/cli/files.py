@@ -61,9 +61,10 @@ def deliver(
 
     Then print the JSON under --json, else call `show`.
     """
-    text = result if isinstance(result, str) else as_json(result) + "\n"
-    names = []
-    if name and arguments.out is not None:
+    is_written, text, names = bool(name) and arguments.out is not None, "", []
+    if is_written or arguments.json:
+        text = result if isinstance(result, str) else as_json(result) + "\n"
+    if is_written:
 
         def fill_all(folder: Path) -> None:
             write_whole(folder / name, text)

@@ -113,7 +113,7 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     if part not in parts:
         raise ValueError(
             "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
-            f"{part!r} for a {type(model).__name__}"
+            f"{part!r} for a {type(model).__name__}; or pass its encoder"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
@@ -169,7 +169,7 @@ def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
     return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
 
 
-def batch_arguments(model: PreTrainedModel, batch: object, index: int = 0) -> dict[str, Any]:
+def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
     """The checked arguments of a batch, on the model's device. index: the number of the batch, for error messages."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
@@ -247,6 +247,7 @@ class ProjectionFinder:
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:
+        self._last = None
         for hook in self._hooks:
             hook.remove()
 

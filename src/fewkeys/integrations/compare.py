@@ -115,7 +115,8 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     if isinstance(plans, Plan | ModelPlan):
         plans = [plans]
     by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
-    by_budget = by_name if all(isinstance(rows, Mapping) for rows in by_name.values()) else {None: by_name}
+    is_by_budget = isinstance(plans, Mapping) and all(isinstance(rows, Mapping) for rows in plans.values())
+    by_budget = by_name if is_by_budget else {None: by_name}
     entries: list[Entry] = []
     for budget, rows in by_budget.items():
         for name, plan in rows.items():

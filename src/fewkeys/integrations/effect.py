@@ -43,13 +43,13 @@ def judge_model(
     tokens = torch.zeros(len(entries), dtype=torch.float64, device="cpu")
     count = 0
     generators = [entry.generator(f"{seed}/model", model.device) for entry in entries]
-    for batch in batches:
-        exact, mask = _states(model, batch)
+    for index, batch in enumerate(batches):
+        exact, mask = _states(model, batch, index)
         count += int(mask.sum())
         done(len(exact))
         for i, entry in enumerate(entries):
             with apply(model, entry.plan.never_exact(), impl=impl, generator=generators[i]):
-                approximate, _ = _states(model, batch)
+                approximate, _ = _states(model, batch, index)
             pooled[i].append(cosine_similarity(_mean(exact, mask), _mean(approximate, mask), dim=-1).cpu())
             tokens[i] += cosine_similarity(exact[mask].double(), approximate[mask].double(), dim=-1).sum().cpu()
             done(len(exact))
@@ -59,9 +59,9 @@ def judge_model(
         entry.effect = Effect(float(cosines.mean()), float(cosines.min()), float(total / count))
 
 
-def _states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def _states(model: Any, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
     """Last hidden states (B, N, H) in float32 and which tokens are valid (B, N)."""
-    arguments = batch_arguments(model, batch)
+    arguments = batch_arguments(model, batch, index)
     with torch.no_grad():
         states: Tensor = run_without_cache(model.base_model, arguments).last_hidden_state.float()
     mask = arguments.get("attention_mask")

@@ -168,7 +168,7 @@ class StreamCache(Cache):
         """Remove the newest `-tokens_to_remove` tokens; `ValueError` if any stream cannot, and none does."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        lengths = {stream: stream.length + tokens_to_remove for stream in self._streams}
+        lengths = {stream: layer.get_seq_length() + tokens_to_remove for layer in self.layers for stream in layer.calls}
         for stream, length in lengths.items():
             stream.check_crop(length)
         for stream, length in lengths.items():

@@ -140,7 +140,7 @@ def answer(choice: Choice) -> tuple[Tensor, Graph]:
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
-    """Time the plan and exact attention in turns, so that other load affects both. Both have run before."""
+    """Time the plan and exact attention in turns, so that other load affects both. First runs count, too."""
     mask, device, rows = _mask(block), block.query.device, (block.query, block.key, block.value)
     causal = block.is_causal and mask is None
 
@@ -158,7 +158,8 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
-    bias = None if block.bias is None else block.bias.to(block.query.dtype)
+    bias = block.bias
+    bias = None if bias is None else bias.to(block.query.dtype)
     # The fused causal kernel requires that query 0 stands at key 0.
     if not block.is_causal or (block.query_offset == 0 and bias is None):
         return bias

@@ -39,8 +39,22 @@ EXPORT(halve, Halves)
 // From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
-// The name of the instruction set that this library needs, from `sets.command`.
-FEWKEYS_EXPORT const char *fewkeys_set() { return FEWKEYS_SET; }
+// The instruction set that this library was compiled for, as `sets.py` names it.
+FEWKEYS_EXPORT const char *fewkeys_set() {
+#if defined(FEWKEYS_MATRIX)
+  return "amx";
+#elif defined(FEWKEYS_LEVELS)
+  return "vnni";
+#elif defined(__AVX512F__)
+  return "v4";
+#elif defined(__AVX2__)
+  return "v3";
+#elif defined(__ARM_NEON)
+  return "neon";
+#else
+  return "v2";
+#endif
+}
 
 // The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }

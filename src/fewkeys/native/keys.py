@@ -72,13 +72,15 @@ def cluster(
     seen: dict[str, Tensor],
     *,
     count: int,
-    **numbers: float,
+    steps: int,
+    tilt: float,
+    lowest: float,
+    near: float,
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
     `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` of
-    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1). `numbers`: `steps`,
-    `tilt`, `lowest` and `near`.
+    `sketch.clusters.Frame`, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1).
 
     Returns:
         Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
@@ -93,7 +95,10 @@ def cluster(
     args = struct("Clustered")(
         **sized(key, value),
         **seen,
-        **numbers,
+        steps=steps,
+        tilt=tilt,
+        lowest=lowest,
+        near=near,
         sample_key=sample_key,
         sample_value=sample_value,
         real=real,

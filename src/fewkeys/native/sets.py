@@ -103,8 +103,7 @@ def compiler() -> list[str] | None:
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
     """The command that compiles a library of a set."""
-    name = f'-DFEWKEYS_SET="{of}"'
-    return [*compiler, *FLAGS, *of.options, name, *more, str(HERE / "kernels.cpp"), "-o", into]
+    return [*compiler, *FLAGS, *of.options, *more, str(HERE / "kernels.cpp"), "-o", into]
 
 
 def processor() -> str:

@@ -1,6 +1,8 @@
 // Sums over clusters of keys, weighted for each cohort, and their gradients (`fewkeys.sketch.tilted`). Cohorts are in
 // the lanes, keys in the rows.
 #pragma once
+#include <optional>
+
 #include "cohorts.h"
 
 namespace fewkeys {
@@ -283,13 +285,13 @@ struct HeadSums {
   explicit HeadSums(const Tilts &p) : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0) {}
 };
 
-// Calls `run(worker, sums, head, portion, cluster)` for all clusters, and then `finish(sums, head)`. If there are many
-// heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
-template <class Worker, class Args, class Run, class Finish>
-static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish finish) {
+// Calls `run(worker, sums, head, portion, cluster)` for all clusters, and then `finish(sums, head)`, if any. If there are
+// many heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
+template <class Worker, class Args, class Run, class... Finish>
+static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
   struct Thread {
-    Worker worker;
     HeadSums sums;
+    std::optional<Worker> worker;  // of threads that run clusters
   };
   constexpr int64_t PORTIONS = HeadSums::PORTIONS;
   const bool whole = p.heads >= 4 * team_size(threads);
@@ -301,12 +303,13 @@ static void by_head(const Args &args, const Tilts &p, int threads, Run run, Fini
     sums.products.assign(PORTIONS * sums.size, 0.0f);
   };
   const auto run_portion = [&](Thread &thread, int64_t head, int64_t portion) {
+    if (!thread.worker) thread.worker.emplace(args);
     for (int64_t c = portion * p.count / PORTIONS; c < (portion + 1) * p.count / PORTIONS; c++)
-      run(thread.worker, sums_of(thread, head), head, portion, c);
+      run(*thread.worker, sums_of(thread, head), head, portion, c);
   };
-  const auto finish_head = [&](Thread &thread, int64_t head, int64_t) { finish(sums_of(thread, head), head); };
-  in_phases(threads, p.heads, whole, [&] { return Thread{Worker(args), HeadSums(p)}; }, Phase{1, sort},
-            Phase{PORTIONS, run_portion}, Phase{1, finish_head});
+  in_phases(threads, p.heads, whole, [&] { return Thread{HeadSums(p), {}}; }, Phase{1, sort},
+            Phase{PORTIONS, run_portion},
+            Phase{1, [&](Thread &thread, int64_t head, int64_t) { finish(sums_of(thread, head), head); }}...);
 }
 
 template <class T>
@@ -328,7 +331,7 @@ static void tilt_back(const TiltsBack &p, int threads) {
   const auto pass_on = [](TiltingBack<T> &one, HeadSums &sums, int64_t head, int64_t, int64_t cluster) {
     one.pass_on(sums.order, head, cluster);
   };
-  by_head<TiltingBack<T>>(p, p.of, threads, pass_on, [](HeadSums &, int64_t) {});
+  by_head<TiltingBack<T>>(p, p.of, threads, pass_on);
 }
 
 }  // namespace fewkeys

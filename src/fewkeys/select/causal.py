@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
 from fewkeys.select.base import top_places
 
 CAUSAL_BLOCK = 32
@@ -51,7 +50,9 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
             pairs = (index, new), (used, is_real), (number, score.offer(keys[:, :, start:stop], real))
             index, used, number = (torch.cat(pair, -1) for pair in pairs)
             if index.shape[-1] > count:
-                present = score.score(take(keys, index), number).masked_fill(~used, -torch.inf)
+                present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number).masked_fill(
+                    ~used, -torch.inf
+                )
                 place, _ = top_places(present, count)
                 index, used, number = (part.gather(-1, place) for part in (index, used, number))
             start = stop

@@ -66,7 +66,7 @@ class Outliers(Counted):
             facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "distance": distance}
             args = facts | {"real": x.valid}
             index, used, variance = native.best(key, args, min(self.count, x.keys), near=NEAR, power=PAIR)
-            x.remember(("half_variance", parts), lambda: variance)
+            x.remember((half_variance, parts), lambda: variance)
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
             index, used = top_places(scores if bias is None else scores.add_(bias), self.count)

@@ -18,12 +18,12 @@ Args = TypeVarTuple("Args")
 
 
 def statistic(compute: Callable[[Inputs, *Args], Result]) -> Callable[[Inputs, *Args], Result]:
-    """Decorator: `inputs` remember the result, under the function's name and its other arguments, as a constant."""
+    """Decorator: `inputs` remember the result, under the function and its other arguments, as a constant."""
 
     @wraps(compute)
     def remembered(inputs: Inputs, *args: *Args) -> Result:
         with constants():
-            return inputs.remember((compute.__name__, *args), lambda: compute(inputs, *args))
+            return inputs.remember((remembered, *args), lambda: compute(inputs, *args))
 
     return remembered
 

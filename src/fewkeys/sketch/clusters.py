@@ -73,7 +73,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class KeyStatistics:
-    """Of every key (B, Hkv, Nk): `spread`, the mean square `E (q . k_j)^2` of its centred score; `importance` g_j."""
+    """Of every key (B, Hkv, Nk): `spread`, the mean square `E (q . k_j)^2` for the centred key; `importance` g_j."""
 
     spread: Tensor
     importance: Tensor
@@ -142,7 +142,7 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
     if statistics is None:
         return None
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
-    inputs.remember(("query_moments",), lambda: moments)
+    inputs.remember((query_moments,), lambda: moments)
     return Frame(**statistics)
 
 
@@ -176,7 +176,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         rows = subset.take(key), subset.take(value), subset.real
         results = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
         label, distance, spread, key_importance, importance = results
-        inputs.remember(("key_statistics",), lambda: KeyStatistics(spread, key_importance))
+        inputs.remember((key_statistics,), lambda: KeyStatistics(spread, key_importance))
         return KeyClusters(label, distance, importance)
     centres, importance = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.

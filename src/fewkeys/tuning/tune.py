@@ -115,7 +115,8 @@ def tune(
     scores = scorer.score([first] * capture.layers)
     best = choose([first] * capture.layers, scores)
     near = [dict.fromkeys(other for candidate in row for other in variants(candidate, width=width)) for row in best]
-    more = [[candidate for candidate in row if candidate not in set(first)] for row in near]
+    scored = set(first)
+    more = [[candidate for candidate in row if candidate not in scored] for row in near]
     all_scores = [
         Scores(*(torch.cat(errors, 1) for errors in zip(*stages, strict=True)))
         for stages in zip(scores, scorer.score(more), strict=True)
