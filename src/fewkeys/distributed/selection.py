@@ -6,6 +6,7 @@ Only scores are sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class KeptKeys:
     index: Tensor
     counts: Tensor
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The largest count of a rank, at least 1."""
         return max(1, int(self.counts.max()))

@@ -38,7 +38,7 @@ class SavedFacts:
     """What a file says of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
 
     dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
-    moved: int = 0
+    moved: int | None = None
 
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))

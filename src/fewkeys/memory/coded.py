@@ -135,6 +135,8 @@ class Coded(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
+        if facts.moved is not None:
+            raise ValueError(f"expected no number of moved tokens for a KeyScan, got {facts.moved}")
         rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
         if rows.scale is not None and rules.leaves != "int8":
             raise ValueError("expected keys as they came, got some in int8")
@@ -169,7 +171,7 @@ class Coded(Fields):
             problem = memory._problem(query, scale)
             call = native.repeated(problem)
             if call is None:
-                return memory, dispatch.attend(problem)
+                return replace(memory, step=None), dispatch.attend(problem)
             memory = replace(memory, step=_Step(query.shape, scale, memory._last_block, memory._held, call))
         return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
 

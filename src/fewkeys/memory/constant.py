@@ -100,6 +100,8 @@ class Constant(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Constant:
+        if facts.moved is None:
+            raise ValueError("expected the number of moved tokens, got none")
         dtype, (key, value) = facts.torch_dtype(), named_rows(tensors, "state.near.")
         if key.dtype not in (dtype, torch.float64):
             raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")

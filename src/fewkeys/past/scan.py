@@ -28,10 +28,10 @@ class States(Fields):
 def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None, *, tilted: bool) -> States:
     """Summaries of `count` stand-ins: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
 
-    evicted_b are the keys that the lists of no block from b on hold; the moments are those of all queries before b.
-    has_query (B, Nq): False for queries that do not count in them, such as padding; None: all count. `tilted`: as
-    `Summary.absorb`. Sequential in the blocks, parallel over heads. Cost O((count + E)^2 (D + Dv)) per block and head
-    for E evicted keys.
+    evicted_b are the keys whose last list, or own block if that is later, is that of block b - 1; the moments are those
+    of all queries before b. has_query (B, Nq): False for queries that do not count in them, such as padding; None: all
+    count. `tilted`: as `Summary.absorb`. Sequential in the blocks, parallel over heads. Cost O((count + E)^2 (D + Dv))
+    per block and head for E evicted keys.
     """
     x, size = inputs, columns.size
     no_key = working(x.key[:, :, :0])
@@ -49,8 +49,8 @@ def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None,
 
 
 def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For every block after the first, the keys (B, Hkv, E, D) that the block before was the last to have on its list,
-    their values, and which of them are real (B, Hkv, E): the others are zero. All in working precision.
+    """For every block after the first, the keys (B, Hkv, E, D) that are in the block before, or on its list, and on no
+    later list, their values, and which of them are real (B, Hkv, E): the others are zero. All in working precision.
     """
     x, blocks, device = inputs, columns.blocks, columns.index.device
     heads = (x.batch, x.kv_heads)

@@ -45,8 +45,8 @@ def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
 
 
 def better(first: Fit, second: Fit) -> Fit:
-    """Row by row the fit that is closer; the first on a tie."""
-    wins = second.error < first.error
+    """Row by row the fit that is closer; the first on a tie, the second where an error is NaN."""
+    wins = ~(first.error <= second.error)
     indices = torch.where(wins[:, None], second.indices, first.indices)
     weights = torch.where(wins[:, None], second.weights, first.weights)
     return Fit(indices, weights, torch.where(wins, second.error, first.error))
@@ -87,7 +87,8 @@ def greedy(rows: Mixtures, r: int) -> Fit:
 
 
 def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Indices and feasible weights of 2..r values by size, by elimination continued from the Caratheodory solution.
+    """Indices and feasible weights of 2..r values by size, each set inside the next larger one, by elimination
+    continued from the Caratheodory solution.
 
     Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
     inverse of the Gram matrix on weights of sum zero, the squared error grows by `w_a^2 / P_aa`. P itself follows by
