@@ -189,6 +189,18 @@ def test_a_quadratic_kernel_is_seen(counting, tmp_path):
     assert broken[1]["multiply_adds"] > 10 * broken[0]["multiply_adds"]
 
 
+@pytest.mark.parametrize("keep", [fk.select.KeyNorm(64), fk.select.Leverage(64)], ids=str)
+def test_causal_rules_read_keys_as_models_store_them(keep):
+    """A token's rows of all heads are side by side in a model; they are not copied again for every block."""
+    touched = []
+    stored = torch.randn(1, 1024, 4, 8).transpose(1, 2)
+    for rows in (stored, stored.contiguous()):
+        with torch.no_grad(), Largest() as largest:
+            keep.graph(rows, rows, is_causal=True)
+        touched.append(largest.touched)
+    assert touched[0] < 1.2 * touched[1]
+
+
 def test_nothing_counted_is_no_proof():
     none = dict.fromkeys(("touched", "largest", "operations"), 0)
     with pytest.raises(AssertionError, match="nothing was counted"):

@@ -262,8 +262,9 @@ class BlockClusters(Selector):
     Blocks have `size` positions, a power of two, and are represented by the mean of their projected real tokens. A
     cluster has the `top` query blocks and the `top` key blocks nearest to its centroid by Euclidean distance: of all
     blocks (version 1 of arXiv 2109.12188, section 5 and appendix), or with `inside` of those for which it is the
-    nearest centroid (version 2). They take the place of BigBird's random blocks, beside its window of `window` blocks, an odd number with the query's block in the middle.
-    `project`: the space in which `centroids` were fitted; None: q and k as they are.
+    nearest centroid (version 2). They take the place of BigBird's random blocks, beside its window of `window` blocks,
+    an odd number with the query's block in the middle. `project`: the space in which `centroids` were fitted; None: q
+    and k as they are.
 
     Not causal: a block's mean has all its tokens, and later blocks compete for the centroid. No randomness. Cost
     O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
