@@ -307,6 +307,7 @@ def test_progress_rises_to_its_total(capture):
         ({"plans": {}}, ValueError, "at least one plan"),
         ({"plans": []}, ValueError, "at least one plan"),
         ({"plans": {"a": fk.Window(3)}}, TypeError, "expected a Plan under 'a', got Window"),
+        ({"plans": [{"a": fk.Plan(fk.Window(3))}]}, TypeError, "expected a Plan under .*, got dict"),
         ({"eps": 0.0}, ValueError, "eps: expected"),
         ({"eps": 1.5}, ValueError, "eps: expected"),
         ({"impl": "fast"}, ValueError, "impl: expected one of auto"),
