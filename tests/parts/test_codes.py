@@ -53,7 +53,7 @@ def test_a_code_depends_on_its_key_and_the_first_block_alone():
 @pytest.mark.parametrize("piece", [1, 2**22])
 def test_the_best_are_those_of_a_stable_sort(piece, monkeypatch):
     """With equal keys, hidden keys, fewer keys than asked for, and several queries that share them."""
-    monkeypatch.setattr(codes, "PIECE", piece)
+    monkeypatch.setattr(codes, "at_once", lambda tensor: piece)
     key = drawn(2, 2, 90, 8).round()
     key[:, :, 40:60] = key[:, :, 20:40]
     query = rounded(drawn(2, 4, 70, 8, seed=1))

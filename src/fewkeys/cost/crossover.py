@@ -41,6 +41,8 @@ SHIPPED = 0.3
 the operations of plans come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
 """The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
+ON_GPU = 8192
+"""This length on a GPU, where shorter inputs take as long as their operations take to start."""
 REACH = 128
 """Of the biases of distances that are measured, as in T5 and MPNet."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
@@ -115,7 +117,12 @@ class Expected:
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
-    """Whether exact attention is not clearly slower than the plan. Reads no data."""
+    """Whether exact attention is not clearly slower than the plan. Reads no data.
+
+    On a GPU it always beats a scan of all keys, which has no kernel there.
+    """
+    if inputs.query.device.type != "cpu" and scan_share(inputs, plan):
+        return True
     times = expected(inputs, plan)
     if times is None:
         return plan_operations(inputs, plan) > SHIPPED * exact_operations(inputs)
@@ -166,7 +173,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
         return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
     # The power of two from which the plan is expected to be faster, by counts of operations.
-    crossing = SHORTEST
+    crossing = SHORTEST if setting.device.type == "cpu" else ON_GPU
     while crossing < LONGEST and plan_operations(x := setting.draw(crossing), plan) > SHIPPED * exact_operations(x):
         crossing *= 2
     half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))

@@ -31,10 +31,13 @@ Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
     """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
 
-    0 without `exact_if_faster`. Sizes of pieces do not enter, so that outputs do not depend on them.
+    0 without `exact_if_faster`; all tokens on a GPU, where a scan has no kernel. Sizes of pieces do not enter, so that
+    outputs do not depend on them.
     """
     if not plan.exact_if_faster:
         return 0
+    if query.device.type != "cpu":
+        return NEVER
     return _length(plan, Setting.of(query, key, value, is_causal=True), tokens)
 
 

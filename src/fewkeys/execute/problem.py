@@ -9,9 +9,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
-SCORES_AT_ONCE = 2**22
-"""Scores, or numbers of gathered keys, that an executor holds at a time (16 MB in float32)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:

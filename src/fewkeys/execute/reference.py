@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.distances import logarithm
 from fewkeys.core.graph import Graph, cohort_of_queries
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
+from fewkeys.execute.problem import Problem
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, RangeStandIns, StandIns, within_reach
 
 
@@ -39,7 +40,7 @@ def attend_exact(inputs: Inputs, weights: Weights) -> Tensor:
 def attend_in_pieces(problem: Problem) -> Tensor:
     """The output, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
     x = problem.inputs
-    step = max(1, SCORES_AT_ONCE // (x.batch * x.query_heads * x.keys))
+    step = max(1, at_once(x.query) // (x.batch * x.query_heads * x.keys))
     pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
     return torch.cat(pieces, 2).to(x.query.dtype)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
-from fewkeys.execute.problem import SCORES_AT_ONCE
 
 GROUP = 8
 """Neighbouring strata that share one estimate of the variance."""
@@ -143,7 +143,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     places = index.reshape(x.batch, x.kv_heads, -1)
     heads = torch.arange(x.query_heads, device=index.device).repeat_interleave(index.shape[2]).view(x.kv_heads, -1)
     key, value = working(x.key).mT, working(x.value)
-    step = max(1, SCORES_AT_ONCE // (x.batch * x.kv_heads * x.keys))
+    step = max(1, at_once(x.query) // (x.batch * x.kv_heads * x.keys))
     parts = []
     for rows, place, head in zip(query.split(step, 2), places.split(step, 2), heads.split(step, 1), strict=True):
         scores = rows @ key

@@ -31,12 +31,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.extent import rescaled
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.core.weights import Softmax, positive
-from fewkeys.execute.problem import SCORES_AT_ONCE
 from fewkeys.flow import checked, choose, run, select
 from fewkeys.guard.interval import student
 from fewkeys.plan import Plan
@@ -125,7 +125,7 @@ def error_bars(
     sampled = _Sampled(graph, generator, error, 1 - confidence, most)
     x = graph.inputs
     per_query = x.batch * x.query_heads * (4 * x.keys + most * (x.head_dim + 2 * x.value_dim))
-    step = max(1, SCORES_AT_ONCE // per_query)
+    step = max(1, at_once(x.query) // per_query)
     starts = range(x.placeholders, x.queries, step)
     parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
     output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))

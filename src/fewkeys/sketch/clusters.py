@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
@@ -153,7 +154,7 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
     spread = key.new_empty(key.shape[:3])
     parts = key, units.root, units.mean @ units.root, spread
     rows, root, middle, length = (part.flatten(0, 1) for part in parts)
-    for heads, piece in _pieces(*rows.shape):
+    for heads, piece in _pieces(rows, rows.shape[-1]):
         length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
     spread.square_()
     on_mean = (key @ units.form[:, :, -1:].mT).squeeze(-1) - units.shift[:, :, -1]
@@ -208,16 +209,17 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
     label = torch.empty_like(nearest, dtype=torch.int64)
     centre, constant = centre.flatten(0, 1).mT, constant.flatten(0, 1).mT
     on_key, on_value = centre.split([key.shape[-1], value.shape[-1]], 1)
-    for heads, piece in _pieces(len(nearest), nearest.shape[1], centre.shape[-1]):
+    for heads, piece in _pieces(rows, centre.shape[-1]):
         closeness = torch.baddbmm(constant[heads], rows[heads, piece], on_key[heads])
         closeness.baddbmm_(values[heads, piece], on_value[heads])
         nearest[heads, piece], label[heads, piece] = closeness.max(-1)
     return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
 
 
-def _pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of heads and of rows, so small that `width` numbers per row stay in cache."""
-    most = PIECE * torch.get_num_threads()
+def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of the heads and rows of (H, N, D), so small that `width` numbers per row stay in a processor's cache."""
+    heads, rows = tensor.shape[:2]
+    most = PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else at_once(tensor)
     heads_at_once = max(1, most // max(1, rows * width))
     step = max(1, most // width if heads_at_once == 1 else rows)
     for head in range(0, heads, heads_at_once):

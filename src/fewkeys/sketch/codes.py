@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.precision import working
 
 BLOCK = 32
@@ -42,8 +43,6 @@ UNIT = 4096
 LARGEST_SIGMA = 2**15 - 1
 NONE = -(2**15)
 """The score of a key that may not be chosen: below all others."""
-PIECE = 2**22
-"""Scores in memory at a time (16 MB)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +147,7 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     start = 0
     while start < queries:
         most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
-        stop = min(queries, start + max(1, min(BLOCK, PIECE // (batch * heads * most))))
+        stop = min(queries, start + max(1, min(BLOCK, at_once(query) // (batch * heads * most))))
         most = int(seen[stop - 1])
         score = scores(query[:, :, start:stop], level[:, :, :most], codes.sigma[:, :, :most])
         place = torch.arange(most, device=query.device)

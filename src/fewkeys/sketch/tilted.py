@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.at_once import at_once
 from fewkeys.core.derivatives import constants, gradients_by_torch
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
@@ -25,6 +26,7 @@ from fewkeys.core.totals import Totals
 from fewkeys.native.tensors import wants_gradient
 from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, half_variance
+from fewkeys.sketch.sums import members
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
@@ -92,36 +94,41 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     facts, label = args.facts, args.facts["label"]
     centred, values = working(key) - facts["middle"], working(value)
     with constants():
-        level, members = _levels(centred.detach(), args)
+        one = torch.ones_like(facts["half_variance"])
+        cluster = members(label, one, args.count)
+        level, count = _levels(cluster, centred.detach(), args)
         e = _weights(centred.detach(), args, level)
-        where = label.unsqueeze(2).expand_as(e)
-        mass = torch.zeros_like(level).scatter_add(-1, where, e)
-        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
+        numbers = torch.stack([one, 2 * facts["half_variance"]], -1)
         listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
-        size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
+        size = count.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
 
-    def by_cluster(rows: Tensor) -> Tensor:
-        """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
-        none, index = rows.new_zeros((*rows.shape[:2], args.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
-        return torch.stack([none.scatter_add(2, index, rows * weights.unsqueeze(-1)) for weights in e.unbind(2)], 2)
-
+    rows = torch.cat([numbers, centred, values], -1)
+    # A few cohorts at a time: no tensor has all keys times all cohorts.
+    step = max(1, at_once(rows) // max(1, rows.numel()))
+    sums = torch.cat([_by_cluster(cluster, rows, part) for part in e.split(step, 2)], 2)
+    mass, energy = sums[..., 0].detach(), sums[..., 1].detach()
+    key_sum, value_sum = sums[..., 2:].split([centred.shape[-1], values.shape[-1]], -1)
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
-    return mass, energy, size, by_cluster(centred), by_cluster(values), level, products
+    return mass, energy, size, key_sum, value_sum, level, products
 
 
-def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+def _by_cluster(cluster: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums (B, Hkv, H, C, X) of rows (B, Hkv, Nk, X) with weights (B, Hkv, H, Nk).
+
+    By products with `cluster` (B, Hkv, Nk, C), one where a key is in a cluster: GPUs add to few places slowly.
+    """
+    weighted = rows.unsqueeze(3) * weights.mT.unsqueeze(-1)
+    return torch.unflatten(cluster.mT @ weighted.flatten(3), 3, weighted.shape[3:]).transpose(2, 3)
+
+
+def _levels(cluster: Tensor, centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
     """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and the real keys here, (B, Hkv, C)."""
     facts, totals = args.facts, args.totals
-    label, spread, real = facts["label"], facts["half_variance"], facts["real"]
-    real = torch.ones_like(spread) if real is None else real[:, None].to(spread).expand_as(spread)
-    none = spread.new_zeros((*spread.shape[:2], args.count))
-    members, quad = none.scatter_add(-1, label, real), none.scatter_add(-1, label, real * spread)
-    where = label.unsqueeze(-1).expand_as(centred)
-    total = spread.new_zeros((*members.shape, centred.shape[-1])).scatter_add(2, where, centred * real.unsqueeze(-1))
-    size = members
-    size, quad, total = (totals.sum(part) for part in (size, quad, total))
-    size = size.clamp_min(1)
-    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2), members
+    real = cluster if facts["real"] is None else cluster * facts["real"][:, None, :, None]
+    count = real.sum(2)
+    sums = totals.sum(real.mT @ torch.cat([facts["half_variance"].unsqueeze(-1), centred], -1))
+    mean = sums / totals.sum(count).clamp_min(1).unsqueeze(-1)
+    return facts["mean"] @ mean[..., 1:].mT + mean[..., 0].unsqueeze(2), count
 
 
 def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.distances import logarithm
 from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries, marked
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
+from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
 from fewkeys.rest.base import CohortStandIns, within_reach
@@ -33,9 +34,9 @@ def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
     x, s = problem.inputs, problem.stand_ins
     width = columns.index.shape[3] + (s.count if isinstance(s, CohortStandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
-    rows = []
-    for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
-        parts = [(batch, heads) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)]
+    rows, most = [], at_once(x.query)
+    for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
+        parts = [(batch, heads) for heads in _slices(x.kv_heads, most // per_head)]
         rows.append(torch.cat([_attend(*_part(problem, columns, place, part)) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
 

@@ -11,11 +11,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.graph import Graph
 from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
+from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.sources import assembled
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
@@ -33,7 +34,7 @@ def attend(problem: Problem, scanned: Scanned) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
     x = problem.inputs
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
-    heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
+    heads = max(1, at_once(x.query) // (each * min(BLOCK, x.queries)))
     starts = [0, *range(BLOCK - x.offset % BLOCK, x.queries, BLOCK)]
     return assembled(x, heads, [*pairwise([*starts, x.queries])], _Rows(problem, scanned).attend)
 
