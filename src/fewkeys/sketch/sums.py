@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import fewkeys.native as native
 from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
+from fewkeys.core.rows import take
 from fewkeys.sketch.backend import compiled
+
+CHUNK = 32
+"""Rows of one label that `sums_by_label` adds in one product."""
 
 
 def label_sums(
@@ -38,3 +44,32 @@ def sums_and_products(
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
     """(..., N, count): shares (..., N), each in the column of its label."""
     return share.new_zeros((*share.shape, count)).scatter_(-1, label.unsqueeze(-1), share.unsqueeze(-1))
+
+
+def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> Tensor:
+    """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
+
+    In the order of their labels (B, H, N), rows form chunks of one label, which are multiplied as matrices: additions
+    to few places are slow on a GPU. Cost O(N M X) for any count; memory O(N (M + X)) while M is at most 2 `CHUNK`.
+    """
+    place, of_chunk = _chunks(label, count)
+    chunks = torch.unflatten(take(pad(rows, (0, 0, 0, 1)), place), 2, (-1, CHUNK))
+    share = pad(weights, (0, 1)).gather(-1, place.unsqueeze(2).expand(-1, -1, weights.shape[2], -1))
+    sums = torch.unflatten(share, 3, (-1, CHUNK)).transpose(2, 3) @ chunks
+    member = members(of_chunk, torch.ones_like(of_chunk, dtype=rows.dtype), count)
+    return torch.unflatten(member.mT @ sums.flatten(3), 3, sums.shape[3:]).transpose(2, 3)
+
+
+def _chunks(label: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The rows of every chunk, one chunk after the other, N for none; and the label of every chunk."""
+    rows, device = label.shape[2], label.device
+    total = rows // CHUNK + count  # at least the chunks that are needed
+    order = label.argsort(dim=-1, stable=True)
+    ordered = label.gather(-1, order)
+    first = torch.searchsorted(ordered, torch.arange(count + 1, device=device).repeat(*label.shape[:2], 1))
+    end = (-(-first.diff(dim=-1) // CHUNK)).cumsum(-1)
+    begin = pad(end, (1, 0))
+    slot = CHUNK * begin.gather(-1, ordered) + torch.arange(rows, device=device) - first.gather(-1, ordered)
+    place = torch.full((*label.shape[:2], CHUNK * total), rows, device=device).scatter_(-1, slot, order)
+    chunk = torch.arange(total, device=device).repeat(*label.shape[:2], 1)
+    return place, torch.searchsorted(end, chunk, right=True).clamp_max(count - 1)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.at_once import at_once
 from fewkeys.core.derivatives import constants, gradients_by_torch
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
@@ -26,7 +25,7 @@ from fewkeys.core.totals import Totals
 from fewkeys.native.tensors import wants_gradient
 from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, half_variance
-from fewkeys.sketch.sums import members
+from fewkeys.sketch.sums import sums_by_label
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
@@ -94,41 +93,32 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     facts, label = args.facts, args.facts["label"]
     centred, values = working(key) - facts["middle"], working(value)
     with constants():
-        one = torch.ones_like(facts["half_variance"])
-        cluster = members(label, one, args.count)
-        level, count = _levels(cluster, centred.detach(), args)
+        level, members = _levels(centred.detach(), args)
         e = _weights(centred.detach(), args, level)
-        numbers = torch.stack([one, 2 * facts["half_variance"]], -1)
         listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
-        size = count.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
-
-    rows = torch.cat([numbers, centred, values], -1)
-    # A few cohorts at a time: no tensor has all keys times all cohorts.
-    step = max(1, at_once(rows) // max(1, rows.numel()))
-    sums = torch.cat([_by_cluster(cluster, rows, part) for part in e.split(step, 2)], 2)
-    mass, energy = sums[..., 0].detach(), sums[..., 1].detach()
-    key_sum, value_sum = sums[..., 2:].split([centred.shape[-1], values.shape[-1]], -1)
+        size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
+        numbers = _numbers(facts["half_variance"])
+    sums = sums_by_label(torch.cat([numbers, centred, values], -1), e, label, args.count)
+    mass, half_energy, key_sum, value_sum = sums.split([1, 1, centred.shape[-1], values.shape[-1]], -1)
+    mass, energy = mass.detach().squeeze(-1), 2 * half_energy.detach().squeeze(-1)
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
     return mass, energy, size, key_sum, value_sum, level, products
 
 
-def _by_cluster(cluster: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums (B, Hkv, H, C, X) of rows (B, Hkv, Nk, X) with weights (B, Hkv, H, Nk).
-
-    By products with `cluster` (B, Hkv, Nk, C), one where a key is in a cluster: GPUs add to few places slowly.
-    """
-    weighted = rows.unsqueeze(3) * weights.mT.unsqueeze(-1)
-    return torch.unflatten(cluster.mT @ weighted.flatten(3), 3, weighted.shape[3:]).transpose(2, 3)
+def _numbers(half_variance: Tensor) -> Tensor:
+    """1 and `k^T W k / 2` of every key."""
+    return torch.stack([torch.ones_like(half_variance), half_variance], -1)
 
 
-def _levels(cluster: Tensor, centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
     """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and the real keys here, (B, Hkv, C)."""
-    facts, totals = args.facts, args.totals
-    real = cluster if facts["real"] is None else cluster * facts["real"][:, None, :, None]
-    count = real.sum(2)
-    sums = totals.sum(real.mT @ torch.cat([facts["half_variance"].unsqueeze(-1), centred], -1))
-    mean = sums / totals.sum(count).clamp_min(1).unsqueeze(-1)
-    return facts["mean"] @ mean[..., 1:].mT + mean[..., 0].unsqueeze(2), count
+    facts, spread = args.facts, args.facts["half_variance"]
+    real = torch.ones_like(spread) if facts["real"] is None else facts["real"][:, None].to(spread).expand_as(spread)
+    rows = torch.cat([_numbers(spread), centred], -1)
+    here = sums_by_label(rows, real.unsqueeze(2), facts["label"], args.count).squeeze(2)
+    sums = args.totals.sum(here)
+    mean = sums[..., 1:] / sums[..., :1].clamp_min(1)
+    return facts["mean"] @ mean[..., 1:].mT + mean[..., :1].mT, here[..., 0]
 
 
 def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
