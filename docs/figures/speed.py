@@ -130,6 +130,33 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
     return shown
 
 
+GPU = "benchmarks/results/gpu.json"
+
+
+def _gpu(part: str, names: tuple[str, ...]) -> Callable[[], str]:
+    """Milliseconds on a GPU: exact, by the plan, and by `impl="auto"`; `names`: the fields that name a row."""
+
+    def shown() -> str:
+        rows = [
+            [
+                *(f"`{row[name]}`" if name == "plan" else row[name] for name in names),
+                f"{row['length']:,}",
+                *(_milliseconds(row["ms"][way]) for way in ("exact", "plan", "auto")),
+                ratio(row["ms"]["exact"] / row["ms"]["plan"]),
+            ]
+            for row in read(GPU)[part]
+        ]
+        head = [*names, "tokens", "exact attention, ms", "the plan, ms", '`impl="auto"`, ms', "exact / plan"]
+        return table(head, rows)
+
+    return shown
+
+
+def _gpu_difference(dtype: str) -> str:
+    rows = [row["difference"].values() for row in read(GPU)["agreement"] if row["dtype"] == dtype]
+    return f"{max(map(max, rows)):.0e}"
+
+
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "short": _short,
@@ -146,4 +173,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
+    "gpu.calls": _gpu("calls", ("plan", "dtype")),
+    "gpu.models": _gpu("models", ("model", "dtype")),
+    "gpu.float32": lambda: _gpu_difference("float32"),
+    "gpu.float64": lambda: _gpu_difference("float64"),
 }
