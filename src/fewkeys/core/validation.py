@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import torch
@@ -83,9 +83,13 @@ def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each tensor; NaN or infinity if an entry is."""
     if torch.compiler.is_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
-    ends = [torch.stack(tensor.detach().aminmax()) if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
-    largest: list[float] = torch.stack(ends).abs().amax(1).tolist()  # together: a GPU is waited for once
-    return largest
+    ends = [end for tensor in tensors for end in _ends(tensor.detach())]
+    low_and_high = iter(torch.stack(ends).tolist())  # together: a GPU is waited for once
+    return [max(abs(low), abs(high)) for low, high in zip(low_and_high, low_and_high, strict=True)]
+
+
+def _ends(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.aminmax() if tensor.numel() else tensor.new_zeros(2)
 
 
 def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
