@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -88,8 +88,9 @@ def largest_entries(*tensors: Tensor) -> list[float]:
     return [max(abs(low), abs(high)) for low, high in zip(low_and_high, low_and_high, strict=True)]
 
 
-def _ends(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.aminmax() if tensor.numel() else tensor.new_zeros(2)
+def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = tensor.aminmax() if tensor.numel() else tensor.new_zeros(2)
+    return low, high
 
 
 def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
