@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys import native
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover, kept
 from fewkeys.cost.crossover import Line, exact_is_faster, expected
@@ -149,6 +150,24 @@ def test_lines_are_measured_near_the_crossing(plan, crossing):
     points = crossover._points(setting, plan)
     pairs, tokens = [2 * (crossing // 2) ** 2, 2 * crossing**2], [2 * crossing, 4 * crossing]
     assert [units for units, _ in points] == [*pairs, *tokens, *tokens]
+
+
+def test_a_gpu_never_scans_and_is_measured_where_it_computes(monkeypatch, lines):
+    """On another device than the CPU, here one without numbers, whatever its lines say."""
+    lines(exact=(1e9, 0.0), prepare=(0.0, 0.0), attend=(0.0, 0.0))
+    query, key, value = (torch.empty(1, 1, 9000, 16, device="meta") for _ in range(3))
+    by_plan = {
+        plan: not exact_is_faster(Inputs(query, key, value, 1.0, plan.is_causal, 0), plan)
+        for plan in (fk.budget(64), fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant"))
+    }
+    assert [*by_plan.values()] == [True, False, True]
+    here, there = (
+        crossover.Setting(torch.device(kind), torch.float32, 2, 2, 8, 8, 1, "none") for kind in ("cpu", "meta")
+    )
+    lengths, short = [], here.draw(40)
+    monkeypatch.setattr(crossover.Setting, "draw", lambda _, length: lengths.append(length) or short)
+    crossover._points(there, PLAN)
+    assert lengths == [4096, 8192, 16384]
 
 
 def test_biases_of_the_distance_are_measured_as_they_run(monkeypatch, folder):

@@ -64,6 +64,11 @@ def test_a_plan_that_never_gives_way_measures_nothing(monkeypatch):
     assert exact_length(PLAN.never_exact(), *ROWS, _one_token) == 0
 
 
+def test_on_a_gpu_streams_answer_exactly(monkeypatch):
+    monkeypatch.setattr(decoding, "kept", None)
+    assert exact_length(PLAN, *(rows.to("meta") for rows in ROWS), _one_token) == NEVER
+
+
 def test_tokens_are_measured_as_streams_take_them():
     """Both calls take a token in and answer it: by exact attention, and by the plan."""
     inputs = Setting(torch.device("cpu"), torch.float32, 4, 2, 16, 8, 1, "none", is_causal=True).draw(200, queries=1)
