@@ -90,9 +90,9 @@ def checked(
 
 def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head; corrected by the guard, if any."""
+    if isinstance(plan, Plan):
+        return run(choose(plan, inputs, guard), guard)
     parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
-    if len(parts) == 1:
-        return parts[0][0]
     output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
     order = torch.cat([heads for _, heads in parts]).argsort()
     return output[:, order].flatten(1, 2)
