@@ -74,6 +74,8 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if choice.reason != flow.FASTER:
         return Explanation(runs, choice.reason)
     x, plan = choice.inputs, choice.plan
+    if plan.is_causal and x.query.device.type != "cpu":
+        return Explanation(runs, "a causal plan goes block by block, for which there are no kernels on a GPU")
     times = expected(x, plan)
     if times is None:
         operations = f"{plan_operations(x, plan):.0f} operations per query against {exact_operations(x):.0f}"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from fewkeys import native
+from fewkeys import explanation, flow, native
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover, kept
@@ -152,7 +152,7 @@ def test_lines_are_measured_near_the_crossing(plan, crossing):
     assert [units for units, _ in points] == [*pairs, *tokens, *tokens]
 
 
-def test_a_gpu_never_scans_and_is_measured_where_it_computes(monkeypatch, lines):
+def test_a_gpu_runs_no_causal_plan_and_is_measured_where_it_computes(monkeypatch, lines):
     """On another device than the CPU, here one without numbers, whatever its lines say."""
     lines(exact=(1e9, 0.0), prepare=(0.0, 0.0), attend=(0.0, 0.0))
     query, key, value = (torch.empty(1, 1, 9000, 16, device="meta") for _ in range(3))
@@ -160,7 +160,9 @@ def test_a_gpu_never_scans_and_is_measured_where_it_computes(monkeypatch, lines)
         plan: not exact_is_faster(Inputs(query, key, value, 1.0, plan.is_causal, 0), plan)
         for plan in (fk.budget(64), fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant"))
     }
-    assert [*by_plan.values()] == [True, False, True]
+    assert [*by_plan.values()] == [True, False, False]
+    choice = flow.Choice(Inputs(query, key, value, 1.0, True, 0), fk.budget(64, is_causal=True), True, flow.FASTER)
+    assert "no kernels on a GPU" in str(explanation._of_choice(choice))
     here, there = (
         crossover.Setting(torch.device(kind), torch.float32, 2, 2, 8, 8, 1, "none") for kind in ("cpu", "meta")
     )
