@@ -30,11 +30,9 @@ def lines(monkeypatch):
 
     def measured(exact=(0.0, 1e-6), prepare=(0.5, 0.5e-3), attend=(0.5, 0.5e-3)):
         monkeypatch.setattr(crossover, "_lines", lambda setting, plan: (Line(*exact), Line(*prepare), Line(*attend)))
-        crossover._exact_is_faster_for.cache_clear()
 
     measured()
-    yield measured
-    crossover._exact_is_faster_for.cache_clear()
+    return measured
 
 
 @pytest.mark.parametrize(("n", "runs"), [(1000, "exact"), (3000, "plan")])

@@ -121,33 +121,8 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
 
     On a GPU a causal plan, which goes block by block, is never faster: it is not measured.
     """
-    x = inputs
-    if plan.is_causal and x.query.device.type != "cpu":
+    if plan.is_causal and inputs.query.device.type != "cpu":
         return True
-    if x.bias is not None:
-        return _exact_is_faster(x, plan)
-    shapes = x.query.shape, x.key.shape, x.value.shape
-    return _exact_is_faster_for(
-        plan, shapes, x.query.dtype, x.query.device, x.is_causal, x.offset, torch.get_num_threads()
-    )
-
-
-@lru_cache(4096)
-def _exact_is_faster_for(
-    plan: Plan,
-    shapes: tuple[torch.Size, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    is_causal: bool,
-    offset: int,
-    threads: int,  # which the lines depend on
-) -> bool:
-    """Decided once for each shape, so that a short input costs little more than without a plan."""
-    query, key, value = (torch.empty((), dtype=dtype, device=device).expand(shape) for shape in shapes)
-    return _exact_is_faster(Inputs(query, key, value, 1.0, is_causal, offset), plan)
-
-
-def _exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     times = expected(inputs, plan)
     if times is None:
         return plan_operations(inputs, plan) > SHIPPED * exact_operations(inputs)
