@@ -11,7 +11,7 @@ import fewkeys.flow as flow
 from fewkeys.core.clock import in_words
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options
-from fewkeys.cost.crossover import expected
+from fewkeys.cost.crossover import expected, goes_by_block
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.native import instruction_set
@@ -55,7 +55,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     """What `fewkeys.attention` does with such a call on this machine, and why.
 
     Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends.
-    For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
+    For a plan with `exact_if_faster` the first call measures the machine: on a CPU some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
@@ -74,8 +74,8 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if choice.reason != flow.FASTER:
         return Explanation(runs, choice.reason)
     x, plan = choice.inputs, choice.plan
-    if plan.is_causal and x.query.device.type != "cpu":
-        return Explanation(runs, "a causal plan goes block by block, for which there are no kernels on a GPU")
+    if goes_by_block(x, plan):
+        return Explanation(runs, "the plan goes block by block, for which a GPU has no kernels; never_exact() runs it")
     times = expected(x, plan)
     if times is None:
         operations = f"{plan_operations(x, plan):.0f} operations per query against {exact_operations(x):.0f}"

@@ -93,6 +93,8 @@ def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = No
     if isinstance(plan, Plan):
         return run(choose(plan, inputs, guard), guard)
     parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
+    if len(parts) == 1:
+        return parts[0][0]
     output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
     order = torch.cat([heads for _, heads in parts]).argsort()
     return output[:, order].flatten(1, 2)

@@ -152,7 +152,7 @@ def test_lines_are_measured_near_the_crossing(plan, crossing):
     assert [units for units, _ in points] == [*pairs, *tokens, *tokens]
 
 
-def test_a_gpu_runs_no_causal_plan_and_is_measured_where_it_computes(monkeypatch, lines):
+def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypatch, lines):
     """On another device than the CPU, here one without numbers, whatever its lines say."""
     lines(exact=(1e9, 0.0), prepare=(0.0, 0.0), attend=(0.0, 0.0))
     query, key, value = (torch.empty(1, 1, 9000, 16, device="meta") for _ in range(3))
@@ -162,7 +162,7 @@ def test_a_gpu_runs_no_causal_plan_and_is_measured_where_it_computes(monkeypatch
     }
     assert [*by_plan.values()] == [True, False, False]
     choice = flow.Choice(Inputs(query, key, value, 1.0, True, 0), fk.budget(64, is_causal=True), True, flow.FASTER)
-    assert "no kernels on a GPU" in str(explanation._of_choice(choice))
+    assert "a GPU has no kernels" in str(explanation._of_choice(choice))
     here, there = (
         crossover.Setting(torch.device(kind), torch.float32, 2, 2, 8, 8, 1, "none") for kind in ("cpu", "meta")
     )

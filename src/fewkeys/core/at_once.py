@@ -5,7 +5,7 @@ from torch import Tensor
 ON_CPU = 2**22
 """16 MB in float32."""
 ON_GPU = 2**26
-"""A GPU needs larger pieces: small ones take it no longer to compute than to start."""
+"""256 MB. A GPU starts a small piece more slowly than it computes it."""
 
 
 def at_once(tensor: Tensor) -> int:

@@ -3,9 +3,9 @@
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
 `c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
 takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
-where the plan begins to pay. `impl="auto"` measures lines when it first needs them, in some tenths of a second, and
-keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If they cannot be
-kept, counts of operations decide (`fewkeys.cost.operations`).
+where the plan begins to pay, on a GPU at `ON_GPU` tokens. `impl="auto"` measures lines when it first needs them, on a
+CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way
+in every process. If they cannot be kept, counts of operations decide (`fewkeys.cost.operations`).
 
 The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
 times improve. If that does not end, or more work takes less time, the lines are measured again soon.
@@ -42,7 +42,7 @@ the operations of plans come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
 """The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
 ON_GPU = 8192
-"""This length on a GPU, where shorter inputs take as long as their operations take to start."""
+"""The length from which plans are measured on a GPU: shorter inputs take as long as it takes to start operations."""
 REACH = 128
 """Of the biases of distances that are measured, as in T5 and MPNet."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
@@ -119,14 +119,19 @@ class Expected:
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether exact attention is not clearly slower than the plan. Reads no data.
 
-    On a GPU a causal plan, which goes block by block, is never faster: it is not measured.
+    A plan that goes block by block is not measured on a GPU: exact attention is taken to be faster.
     """
-    if plan.is_causal and inputs.query.device.type != "cpu":
+    if goes_by_block(inputs, plan):
         return True
     times = expected(inputs, plan)
     if times is None:
         return plan_operations(inputs, plan) > SHIPPED * exact_operations(inputs)
     return times.plan > ADVANTAGE * times.exact
+
+
+def goes_by_block(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the plan runs block by block on a GPU: in many operations of torch, as there are no kernels for it."""
+    return inputs.query.device.type != "cpu" and (plan.rest.needs_causal or scan_share(inputs, plan) > 0)
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:

@@ -31,7 +31,7 @@ Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
     """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
 
-    0 without `exact_if_faster`; all tokens on a GPU, where a scan has no kernel. Sizes of pieces do not enter, so that
+    0 without `exact_if_faster`; all on a GPU, which has no kernel for a scan. Sizes of pieces do not enter, so that
     outputs do not depend on them.
     """
     if not plan.exact_if_faster:

@@ -1,6 +1,6 @@
 """Memory of every token, with codes of the keys. A query scans the codes and reads the few keys that it chooses.
 
-    rows                 keys and values; converted to int8, if that is asked for, once exact attention is slower
+    rows                 keys and values; converted to int8, if that is asked for, once the plan answers
     codes, sigma, sums   of every complete block of 32 keys
 
 The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan: outputs do not

@@ -217,7 +217,7 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 
 
 def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the heads and rows of (H, N, D), so small that `width` numbers per row stay in a processor's cache."""
+    """Slices of the heads and rows of (H, N, D). On a CPU, `width` numbers for each row stay in cache."""
     heads, rows = tensor.shape[:2]
     most = PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else at_once(tensor)
     heads_at_once = max(1, most // max(1, rows * width))

@@ -49,19 +49,19 @@ def members(label: Tensor, share: Tensor, count: int) -> Tensor:
 def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
 
-    In the order of their labels (B, H, N), rows form chunks of one label, which are multiplied as matrices: additions
-    to few places are slow on a GPU. Cost O(N M X) for any count; memory O(N (M + X)) while M is at most 2 `CHUNK`.
+    In the order of their labels (B, H, N), rows form chunks of one label, each of which is a product of matrices:
+    adding all rows to few places is slow. With T = N + count `CHUNK`, cost O(T M X), memory O(T (M + X)) for M up to `CHUNK`.
     """
     place, of_chunk = _chunks(label, count)
     chunks = torch.unflatten(take(pad(rows, (0, 0, 0, 1)), place), 2, (-1, CHUNK))
     share = pad(weights, (0, 1)).gather(-1, place.unsqueeze(2).expand(-1, -1, weights.shape[2], -1))
     sums = torch.unflatten(share, 3, (-1, CHUNK)).transpose(2, 3) @ chunks
-    member = members(of_chunk, torch.ones_like(of_chunk, dtype=rows.dtype), count)
-    return torch.unflatten(member.mT @ sums.flatten(3), 3, sums.shape[3:]).transpose(2, 3)
+    none = sums.new_zeros((*sums.shape[:2], count, *sums.shape[3:]))
+    return none.scatter_add(2, of_chunk[..., None, None].expand_as(sums), sums).transpose(2, 3)
 
 
 def _chunks(label: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of every chunk, one chunk after the other, N for none; and the label of every chunk."""
+    """The rows of every chunk, one chunk after the other, N where it has no more; and the label of every chunk."""
     rows, device = label.shape[2], label.device
     total = rows // CHUNK + count  # at least the chunks that are needed
     order = label.argsort(dim=-1, stable=True)
