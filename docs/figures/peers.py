@@ -91,18 +91,6 @@ def _of_the_oracle() -> str:
     return f"{_at('minilm', 64, 32)['error'] / best:.2f}"
 
 
-def _kernels() -> str:
-    """How many times as fast as torch's steps the kernels are, over all settings that were timed both ways."""
-    ratios = []
-    for name in ("minilm", "minilm-16384"):
-        ms: dict[str, dict[str, float]] = {}
-        for row in _data(name)["rows"]:
-            if row["peer"].startswith("fewkeys") and row["ms"] is not None:
-                ms.setdefault(str(row["settings"]), {})[row["peer"]] = row["ms"]
-        ratios += [both["fewkeys, torch alone"] / both["fewkeys"] for both in ms.values() if len(both) == 2]
-    return f"{min(ratios):.1f} to {max(ratios):.1f}"
-
-
 def _decoder() -> str:
     by_peer: dict[str, dict[int, dict[str, Any]]] = {}
     for row in _data("smollm2")["rows"]:
@@ -197,7 +185,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
     "peers.decoder": _decoder,
-    "peers.kernels": _kernels,
     "cohorts": _cohorts,
     "cohorts.of-the-oracle": _of_the_oracle,
 }

@@ -131,9 +131,10 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
 
 
 GPU = "benchmarks/results/gpu.json"
+FLOAT32 = "float32"
 
 
-def _gpu(part: str, names: tuple[str, ...]) -> Callable[[], str]:
+def _gpu(part: str, names: tuple[str, ...], dtypes: tuple[str, ...]) -> Callable[[], str]:
     """Milliseconds on a GPU: exact, by the plan, and by `impl="auto"`; `names`: the fields that name a row."""
 
     def shown() -> str:
@@ -142,9 +143,10 @@ def _gpu(part: str, names: tuple[str, ...]) -> Callable[[], str]:
                 *(f"`{row[name]}`" if name == "plan" else row[name] for name in names),
                 f"{row['length']:,}",
                 *(_milliseconds(row["ms"][way]) for way in ("exact", "plan", "auto")),
-                ratio(row["ms"]["exact"] / row["ms"]["plan"]),
+                f"{row['ms']['exact'] / row['ms']['plan']:.2g}",
             ]
             for row in read(GPU)[part]
+            if row["dtype"] in dtypes
         ]
         head = [*names, "tokens", "exact attention, ms", "the plan, ms", '`impl="auto"`, ms', "exact / plan"]
         return table(head, rows)
@@ -154,7 +156,19 @@ def _gpu(part: str, names: tuple[str, ...]) -> Callable[[], str]:
 
 def _gpu_difference(dtype: str) -> str:
     rows = [row["difference"].values() for row in read(GPU)["agreement"] if row["dtype"] == dtype]
-    return f"{max(map(max, rows)):.0e}"
+    return f"{max(map(max, rows)):.1e}"
+
+
+def _gpu_more() -> str:
+    """How many milliseconds longer calls took that exact attention answered."""
+    times = [row["ms"] for row in read(GPU)["calls"]]
+    more = [ms["auto"] - ms["exact"] for ms in times if ms["auto"] > ms["exact"]]
+    return f"{min(more):.1f} to {max(more):.1f}"
+
+
+def _kernels() -> str:
+    ratios = [row["ratio"] for row in read("benchmarks/results/kernels.json")["rows"]]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 NEWCOMER = "benchmarks/results/newcomer.json"
@@ -173,8 +187,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
-    "gpu.calls": _gpu("calls", ("plan", "dtype")),
-    "gpu.models": _gpu("models", ("model", "dtype")),
-    "gpu.float32": lambda: _gpu_difference("float32"),
+    "gpu.calls": _gpu("calls", ("plan", "dtype"), (FLOAT32, "bfloat16")),
+    "gpu.models": _gpu("models", ("model",), (FLOAT32,)),
+    "gpu.more": _gpu_more,
+    "kernels": _kernels,
+    "gpu.float32": lambda: _gpu_difference(FLOAT32),
     "gpu.float64": lambda: _gpu_difference("float64"),
 }

@@ -79,7 +79,7 @@ def tune(
         TypeError, ValueError: malformed arguments.
 
     Cost: each of about 250 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
-    layers of 12 heads take two to three minutes on two cores. Deterministic.
+    layers of 12 heads take two to three minutes on two cores. Deterministic on a CPU.
 
     Source: the objective is that of Value-aware Approximate Attention (arXiv 2103.09857), section 3; the search ours.
     """
