@@ -2,7 +2,7 @@
 
 On a GPU plans run as operations of torch. `agreement`: the largest difference from the reference on the processor, in
 float64, of outputs and of gradients of the sum of their squares, relative to the largest entry, for 2 heads of 600
-tokens. `calls`: one call of attention with 12 heads of 64 dimensions, exact by torch's fused attention, by the plan, and
+tokens. `calls`: one call of attention with 12 heads of 64 dimensions: exact by torch's fused attention, by the plan, or
 by the plan that gives way to exact attention where that is faster. `models`: encoders of random weights, without
 `fk.apply` or within, entered and left at each call. Runs take turns, and the fastest of each counts. Writes
 benchmarks/results/gpu.json after every row.
