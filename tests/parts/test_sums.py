@@ -18,7 +18,7 @@ def draw(rows, labels, weighted):
 
 @given(
     rows=st.one_of(st.integers(0, 5), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 3])),
-    labels=st.integers(1, 40),
+    labels=st.integers(1, 300),
     weighted=st.integers(1, 3),
 )
 def test_sums_are_those_of_the_definition(rows, labels, weighted):
