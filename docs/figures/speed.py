@@ -130,6 +130,20 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
     return shown
 
 
+def _whole_decoder() -> str:
+    results = read("benchmarks/results/whole_decoder.json")
+    rows = [("a prompt of", row) for row in results["prefill"]] + [("a token after", row) for row in results["token"]]
+    cells = [
+        [
+            f"{name} {row['tokens']:,}",
+            *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
+            ratio(row["ratio"]),
+        ]
+        for name, row in rows
+    ]
+    return table(["", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan"], cells)
+
+
 GPU = "benchmarks/results/gpu.json"
 FLOAT32 = "float32"
 
@@ -187,6 +201,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
+    "decoders.whole": _whole_decoder,
     "gpu.calls": _gpu("calls", ("plan", "dtype"), (FLOAT32, "bfloat16")),
     "gpu.models": _gpu("models", ("model",), (FLOAT32,)),
     "gpu.more": _gpu_more,

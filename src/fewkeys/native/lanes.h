@@ -75,20 +75,40 @@ static inline void round_to(float x, bf16 &into) {
   into.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
-// Loads and stores by one instruction. For memcpy some compilers generate several, through the stack.
-static inline vec load(const float *from) { return *(const vec *)from; }
-static inline vec load(const bf16 *from) {
-  typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-  half bits;
-  memcpy(&bits, from, sizeof bits);
-  return (vec)(__builtin_convertvector(bits, ivec) << 16);
-}
-static inline vec load(const int8_t *from) {
-  typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+// Small numbers as integers. By themselves some compilers convert such vectors number by number.
+static inline ivec widened(const int8_t *from) {
+#if defined(__AVX512F__)
+  return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__AVX2__)
+  return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__SSE4_1__)
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  return (ivec)_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+#else
+  typedef int8_t bytes __attribute__((vector_size(LANES)));
   bytes result;
   memcpy(&result, from, sizeof result);
-  return __builtin_convertvector(__builtin_convertvector(result, ivec), vec);
+  return __builtin_convertvector(result, ivec);
+#endif
 }
+static inline ivec widened(const uint16_t *from) {
+#if defined(__AVX512F__)
+  return (ivec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+  return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+  typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+  halves result;
+  memcpy(&result, from, sizeof result);
+  return __builtin_convertvector(result, ivec);
+#endif
+}
+
+// Loads and stores by one instruction. For memcpy some compilers generate several, through the stack.
+static inline vec load(const float *from) { return *(const vec *)from; }
+static inline vec load(const bf16 *from) { return (vec)(widened(&from->bits) << 16); }
+static inline vec load(const int8_t *from) { return __builtin_convertvector(widened(from), vec); }
 static inline void store(float *to, vec x) { *(vec *)to = x; }
 static inline vec broadcast(float x) { return vec{} + x; }
 static inline vec max(vec a, vec b) { return a > b ? a : b; }

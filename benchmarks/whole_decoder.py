@@ -1,0 +1,75 @@
+"""A whole decoder of SmolLM2-135M's shape under a plan: `python benchmarks/whole_decoder.py` (some minutes).
+
+Random weights in float32: 30 layers, 9 query and 3 key heads of 64. `prefill`: one forward of a prompt, with
+transformers' DynamicCache and with `fk.cache(model, fk.budget(256, is_causal=True))`, in turns; the fastest counts.
+`token`: medians of single tokens after so many others, in turns; the caches hold random keys and values, since times do
+not depend on them. Writes benchmarks/results/whole_decoder.json.
+"""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.clock import clock
+from fewkeys.core.files import write_whole
+
+RESULTS = Path(__file__).parent / "results" / "whole_decoder.json"
+PLAN = fk.budget(256, is_causal=True)
+PROMPTS, CONTEXTS, TURNS, TOKENS = (2048, 8192), (8192, 32768), 2, 48
+
+
+def smollm2() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2 * max(CONTEXTS)}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+
+
+def caches(model: LlamaForCausalLM) -> dict[str, Any]:
+    return {"exact": DynamicCache(config=model.config), "plan": fk.cache(model, PLAN)}
+
+
+def timed(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any) -> float:
+    return clock(lambda: model(input_ids=ids, past_key_values=cache, logits_to_keep=1), ids.device)
+
+
+def prefill(model: LlamaForCausalLM, tokens: int) -> dict[str, Any]:
+    ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    times = [{name: timed(model, ids, cache) for name, cache in caches(model).items()} for _ in range(TURNS)]
+    return _row(tokens, {name: min(turn[name] for turn in times) for name in times[0]})
+
+
+def token(model: LlamaForCausalLM, context: int) -> dict[str, Any]:
+    generator, held = torch.Generator().manual_seed(0), caches(model)
+    for number, layer in enumerate(held["plan"].layers):
+        key, value = torch.randn(2, 1, 3, context, 64, generator=generator).unbind()
+        held["exact"].update(key, value, number)
+        layer.calls[0].append(key, value)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    times = [{name: timed(model, ids, cache) for name, cache in held.items()} for _ in range(TOKENS)]
+    return _row(context, {name: median(turn[name] for turn in times[4:]) for name in times[0]})
+
+
+def _row(tokens: int, ms: dict[str, float]) -> dict[str, Any]:
+    row = {"tokens": tokens, "ms": ms, "ratio": ms["exact"] / ms["plan"]}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+@torch.no_grad()
+def main() -> None:
+    model = smollm2()
+    prefills = [prefill(model, tokens) for tokens in PROMPTS]
+    tokens = [token(model, context) for context in CONTEXTS]
+    result = {"machine": machine(), "versions": versions(with_transformers=True), "prefill": prefills, "token": tokens}
+    write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
