@@ -52,7 +52,7 @@ class Coded(Fields):
     rules: Rules
     rows: HeldRows
     later: HeldRows | None = field(metadata=DERIVED)
-    """Replaces `rows` once exact attention is slower; None: it has, or both are the same."""
+    """Replaces `rows` once the plan answers; None: it has, or both are the same."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
