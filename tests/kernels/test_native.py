@@ -21,6 +21,7 @@ from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import prepare
+from fewkeys.memory.rows import HeldRows
 from fewkeys.native import build, sets
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
@@ -56,6 +57,20 @@ def test_head_sizes(plan, dim, value_dim, dtype):
     problem = prepare(check_inputs(*shape.draw(dtype=dtype), **shape.options), plan)
     assert native_plans.unsupported(problem) is None
     torch.testing.assert_close(native_plans.attend(problem), reference.attend(problem), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(5, 33), (64, 21)])
+def test_head_sizes_of_rows_in_int8(dim, value_dim, dtype):
+    """The stream attends to its keys and values as they are read back."""
+    g, plan = torch.Generator().manual_seed(0), fk.Plan(fk.KeyScan(25), fk.BlockMeans(4))
+    shapes = (1, 4, 200, dim), (1, 2, 200, dim), (1, 2, 200, value_dim)
+    q, k, v = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
+    stream, rows = fk.stream(plan, leaves="int8"), HeldRows.empty("int8", k, v)
+    stream.append(k, v)
+    rows.append(k, v)
+    actual, want = stream.attend(q), fk.attention(q.float(), *rows.read(0, 200), plan=plan, is_causal=True)
+    torch.testing.assert_close(actual, want.to(dtype), **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("plan", MEANS[:1], ids=str)
