@@ -92,7 +92,7 @@ def attention(
     if torch.compiler.is_compiling():
         from fewkeys.uncompiled import outside
 
-        output: Tensor = outside(query, key, value, plan=plan, max_error=max_error, **options)
+        output: Tensor = outside(flow.attention, query, key, value, plan=plan, max_error=max_error, **options)
         return output
     return flow.attention(query, key, value, plan=plan, max_error=max_error, **options)
 

@@ -1,11 +1,15 @@
 """Attention inside `torch.compile` gives the bits that it gives without, output and gradients, whatever the plan."""
 
+import copy
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
-from tiny_models import llama, tokens
+from encoders import modernbert
+from tiny_models import bert, llama, tokens
 
 SHAPE = SHAPES["grouped"]
 # Torch looks at the gradients of what it hands over at a break.
@@ -75,3 +79,73 @@ def test_a_model_with_a_plan_compiles():
         actual = torch.compile(model, backend="eager")(ids).logits
     torch.testing.assert_close(actual, want)
     assert not torch.allclose(want, model(ids).logits)
+
+
+FEW = fk.Plan(fk.Window(5) | fk.Sinks(2))
+MASKS = {"no mask": None, "nothing padded": [24, 24], "padded": [24, 17], "all of one padded": [24, 0]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MASKS)
+@torch.no_grad()
+def test_an_encoder_is_one_graph_for_every_plan(name):
+    """No break, no second graph when the plan changes, and every plan's own output to the bit."""
+    model, ids, lengths = bert(), tokens(2, 24), MASKS[name]
+    model.encoder.layer[0].attention.self.scaling *= 0.7
+    mask = None if lengths is None else (torch.arange(24) < torch.tensor(lengths)[:, None]).long()
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    outputs = []
+    for plan in (FEW, fk.budget(8).never_exact(), fk.Plan()):
+        with fk.apply(model, plan):
+            outputs.append(compiled(ids, attention_mask=mask).last_hidden_state)
+            assert torch.equal(outputs[-1], model(ids, attention_mask=mask).last_hidden_state)
+    assert graphs.frame_count == 1
+    assert not torch.allclose(outputs[0], outputs[2])
+
+
+def copied_with_a_plan():
+    model = bert()
+    fk.apply(model, FEW)
+    return copy.deepcopy(model)
+
+
+def windowed():
+    model = modernbert().eval()
+    fk.apply(model, FEW)
+    return model
+
+
+BREAKS = {"autocast": copied_with_a_plan, "gradients": bert, "a copy": copied_with_a_plan, "windows": windowed}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_the_operator_cannot_answer_breaks_the_graph_and_is_right(name):
+    model, ids = BREAKS[name](), tokens(2, 24) % 15
+    if name in ("autocast", "gradients"):
+        fk.apply(model, FEW)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+
+    def call(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+            return model(ids).last_hidden_state
+
+    with torch.set_grad_enabled(name == "gradients"):
+        want = call(model)
+        assert torch._dynamo.explain(call)(model).graph_break_count > 0
+        torch._dynamo.reset()
+        actual = call(torch.compile(model, backend="aot_eager"))
+    torch.testing.assert_close(actual, want)
+    if name == "gradients":
+        gradients = (torch.autograd.grad(o.square().sum(), weights, allow_unused=True) for o in (actual, want))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@torch.no_grad()
+def test_a_mask_for_each_query_is_refused_compiled_too():
+    model, mask = bert(), torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+    with fk.apply(model, FEW), pytest.raises(ValueError, match="attention_mask: expected"):
+        torch.compile(model, backend="eager")(tokens(1, 24), attention_mask=mask)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +102,12 @@ class PlanStack:
     A copy keeps only the answer that is active in the context that copies (`interface`).
     """
 
-    def __init__(self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({})) -> None:
+    def __init__(
+        self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({}), owner: int | None = None
+    ) -> None:
         self.answers = dict(answers)
+        self.owner = owner
+        """The `id` of the module that has this stack, and is in `attached`; None in a copy."""
         self.own_call: tuple[object, ...] | None = None
         """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
 
@@ -113,6 +118,8 @@ class PlanStack:
 
 
 _EMPTY = PlanStack()
+attached: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Modules that have or had a stack, by their `id`."""
 
 
 def plan_stack(module: nn.Module) -> PlanStack:
@@ -124,13 +131,14 @@ def plan_stack(module: nn.Module) -> PlanStack:
 def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
     """Use `answer` for the calls of `module` within `scope`."""
     with LOCK:
-        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: (layer, answer)})
+        attached[id(module)] = module
+        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: (layer, answer)}, id(module))
 
 
 def remove(module: nn.Module, scope: Scope) -> None:
     """Undo `push`."""
     with LOCK:
-        stack = PlanStack(plan_stack(module).answers)
+        stack = PlanStack(plan_stack(module).answers, plan_stack(module).owner)
         stack.answers.pop(scope, None)
         if stack.answers:
             vars(module)[ATTRIBUTE] = stack

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
-from fewkeys.integrations import answers, mpnet, switch
+from fewkeys.integrations import answers, mpnet, operator, switch
 from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
@@ -152,6 +152,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
+    operator.register(_attention_forward)
 
 
 def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
@@ -210,6 +211,10 @@ _OWN = "_fewkeys_own"
 
 def _mask(**kwargs: Any) -> Tensor | None:
     """The mask function that transformers calls: the model's own where no plan of the model is in force."""
+    if torch.compiler.is_compiling():
+        from fewkeys.uncompiled import outside
+
+        return operator.padding(**kwargs) if operator.is_padding(**kwargs) else outside(_mask, **kwargs)
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
     switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
     holders = () if switched is None else switched.holders
@@ -219,7 +224,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
 
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
     mask: Tensor | None = masks[implementation](**kwargs) if implementation in masks else None
-    if isinstance(mask, Tensor) and not torch.compiler.is_compiling():
+    if isinstance(mask, Tensor):
         vars(mask)[_OWN] = True
     return mask
 
@@ -228,6 +233,16 @@ def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
+    if torch.compiler.is_compiling():
+        if operator.suits(module, attention_mask, options):
+            scale = options.get("scaling")
+            return torch.ops.fewkeys.attention(query, key, value, attention_mask, scale, id(module)), None
+        from fewkeys.uncompiled import outside
+
+        result: tuple[Tensor, Tensor | None] = outside(
+            _attention_forward, module, query, key, value, attention_mask, **options
+        )
+        return result
     stack = plan_stack(module)
     stream: Callable[[AttentionInputs], Tensor] | None = streams.get(key) if streams.data else None
     innermost = stack.innermost()
@@ -251,7 +266,7 @@ def _attention_forward(
     }
     is_plain = all(term is None for term in (*terms.values(), stream, starts))
     facts, is_lowered = None, autocast_is_on()
-    if is_plain and not (offset or is_lowered or torch.compiler.is_compiling()):
+    if is_plain and not (offset or is_lowered):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
         facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
         if facts == stack.own_call:
