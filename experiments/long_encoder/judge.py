@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from experiments.decoders.decoder import read_text
-from experiments.long_encoder.model import first, framed, pooled, saved_student, states, teacher_and_tokenizer
+from experiments.long_encoder.model import framed, pooled, saved_student, states, teacher_and_tokenizer
 from experiments.long_encoder.tasks import JUDGING, KINDS, PASSAGE, hidden_in, passage_cut, sentences, tokens_of
 from experiments.long_encoder.texts import token_row
 from experiments.long_encoder.train import RECORD
@@ -75,10 +75,10 @@ def documents_of(task: str, row: Tensor, length: int, tokenizer: Any, seed: int)
     generator = torch.Generator().manual_seed(seed + length)
     inside = length - 2
     if task == "passage":
-        size = inside + ASKED * PASSAGE
-        count = min(DOCUMENTS, len(row) // size)
-        starts = torch.linspace(0, len(row) - size, count).long().tolist()
-        cut = [passage_cut(row[start : start + size], ASKED, generator) for start in starts]
+        whole = inside + ASKED * PASSAGE
+        count = min(DOCUMENTS, len(row) // whole)
+        starts = torch.linspace(0, len(row) - whole, count).long().tolist()
+        cut = [passage_cut(row[start : start + whole], ASKED, generator) for start in starts]
         return [document for document, _ in cut], [passage for _, passages in cut for passage in passages]
     start = int(torch.randint(len(row) - inside, (), generator=generator))
     documents, questions, used = [], [], set[str]()
@@ -111,21 +111,14 @@ def read(model: Any, document: Tensor, tokenizer: Any, row: Row) -> None:
     start = perf_counter()
     hidden = states(model, tokens, mask)
     row.seconds += perf_counter() - start
-    row.vectors.append(whole(model, hidden, mask)[0])
+    row.vectors.append(pooled(hidden, mask)[0])
     count = len(document) // CHUNK
     row.chunks.append(normalize(hidden[0, 1 : 1 + count * CHUNK].unflatten(0, (count, CHUNK)).mean(1), dim=-1))
 
 
-def whole(model: Any, hidden: Tensor, mask: Tensor) -> Tensor:
-    """The vectors (B, D) of texts: [CLS] of the trained model, the mean of its teacher."""
-    return pooled(hidden, mask) if model.config.model_type == "bert" else first(hidden)
-
-
-def asked(model: Any, questions: list[Tensor], tokenizer: Any, spans: bool = False) -> Tensor:
-    """The vectors (B, D) of questions, or of spans of a chunk: these are means, as chunks are."""
+def asked(model: Any, questions: list[Tensor], tokenizer: Any) -> Tensor:
     tokens, mask = framed(questions, tokenizer)
-    hidden = states(model, tokens, mask)
-    return pooled(hidden, mask) if spans else whole(model, hidden, mask)
+    return pooled(states(model, tokens, mask), mask)
 
 
 def ranks(questions: Tensor, vectors: Tensor, answers: Tensor) -> Tensor:
@@ -157,7 +150,7 @@ def judged(
     wanted = {task: (asked(model, questions, tokenizer), torch.arange(len(documents)).repeat_interleave(ASKED))}
     if task == "passage":
         spans, chunks = spans_of(documents, seed)
-        wanted["chunk"] = (asked(model, spans, tokenizer, spans=True), chunks)
+        wanted["chunk"] = (asked(model, spans, tokenizer), chunks)
     result = []
     for kind, (vectors, answers) in wanted.items():
         exact = None

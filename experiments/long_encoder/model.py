@@ -76,11 +76,6 @@ def states(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
     return model(input_ids=tokens, attention_mask=None if full else mask).last_hidden_state.float()
 
 
-def first(hidden: Tensor) -> Tensor:
-    """Unit vectors (B, D): the state of [CLS]."""
-    return normalize(hidden[:, 0], dim=-1)
-
-
 def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
     """Unit vectors (B, D): the mean over the tokens."""
     weights = mask[..., None].to(hidden.dtype)

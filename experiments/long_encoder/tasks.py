@@ -32,13 +32,9 @@ Kind = Callable[[Words, torch.Generator], tuple[str, str]]
 """A kind of sentence: what makes one, and its question."""
 
 TRAINING = Words(
-    people=tuple(f"{first} {last}".strip()
-                 for first in ("Alice", "Robert", "Maria", "Daniel", "Susan", "Kevin", "Laura", "Peter", "Nancy",
-                               "Brian", "Helen", "Oscar", "Diana", "Frank", "Irene", "Walter", "Julia", "Simon",
-                               "Karen", "Victor", "Emma", "Harold", "Sophie", "Martin")
-                 for last in ("", "Smith", "Johnson", "Brown", "Taylor", "Walker", "Young", "King", "Baker", "Adams",
-                              "Nelson", "Mitchell", "Roberts", "Phillips", "Evans", "Stewart", "Morris", "Rogers",
-                              "Morgan", "Bell", "Bailey", "Kelly", "Howard", "Ward", "Cox")),
+    people=("Alice", "Robert", "Maria", "Daniel", "Susan", "Kevin", "Laura", "Peter", "Nancy", "Brian", "Helen",
+            "Oscar", "Diana", "Frank", "Irene", "Walter", "Julia", "Simon", "Karen", "Victor", "Emma", "Harold",
+            "Sophie", "Martin"),
     facts=(
         ("{who} likes to eat {what} on Sundays.", "What does {who} like to eat on Sundays?",
          ("apples", "pancakes", "soup", "cheese", "salmon", "rice", "noodles", "mushrooms")),
@@ -50,14 +46,6 @@ TRAINING = Words(
          ("piano", "violin", "guitar", "flute", "trumpet", "cello", "drums", "harp")),
         ("{who} works as a {what} in the city.", "What is the work of {who} in the city?",
          ("teacher", "baker", "nurse", "lawyer", "plumber", "pilot", "painter", "farmer")),
-        ("Last winter {who} travelled to {what}.", "Where did {who} travel last winter?",
-         ("Norway", "Brazil", "Kenya", "Japan", "Canada", "Greece", "India", "Morocco")),
-        ("The house of {who} was painted {what}.", "Which colour was the house of {who} painted?",
-         ("yellow", "green", "white", "orange", "blue", "pink", "grey", "red")),
-        ("At the market {who} sold {what}.", "What did {who} sell at the market?",
-         ("carpets", "honey", "shoes", "candles", "baskets", "books", "pottery", "flowers")),
-        ("On the bus {who} lost a {what}.", "What did {who} lose on the bus?",
-         ("wallet", "glove", "scarf", "ring", "ticket", "key", "phone", "hat")),
     ),
 )  # fmt: skip
 JUDGING = Words(

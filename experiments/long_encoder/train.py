@@ -1,17 +1,16 @@
 """Train a small encoder for 8,192 tokens from all-MiniLM-L6-v2, on a CPU, in about an hour.
 
     python -m experiments.long_encoder.train short --debs FOLDER --out SHORT
-    python -m experiments.long_encoder.train find --debs FOLDER --start SHORT --out FIND
-    python -m experiments.long_encoder.train long --debs FOLDER --start FIND --out MODEL
+    python -m experiments.long_encoder.train long --debs FOLDER --start SHORT --out MODEL
 
 First, windows of 256 tokens: the student's states shall point where the teacher's do, token by token. This repairs
-what the change of positions broke. Then documents, of 256 and 512 tokens and later of 2,048 to 8,192: every stretch of
-254 tokens shall point where the teacher points that reads it alone; questions shall find their document among others,
-by sentences hidden in it or passages cut out of it (`tasks`), and short spans their stretch. In half of the documents
-the positions jump ahead, to 8,192 at most (PoSE, Zhu et al. 2023), so that all distances are met.
+what the change of positions broke. Then documents of 2,048 to 8,192 tokens: every stretch of 254 tokens shall point
+where the teacher points that reads it alone; questions shall find their document among others, by sentences hidden in
+it or passages cut out of it (`tasks`), and short spans their stretch. In half of the documents of 2,048 tokens the
+positions jump ahead, to 8,192 at most (PoSE, Zhu et al. 2023), so that all distances are met.
 
-Documents of a group share a text and differ in what is hidden, so that only the hidden sentences tell them apart.
-Steps and seed are fixed; bfloat16 by autocast.
+Half of a batch's documents share a text with the other half and differ in what is hidden, so that only the hidden
+sentences tell them apart. Steps and seed are fixed; bfloat16 by autocast.
 """
 
 from __future__ import annotations
@@ -20,22 +19,13 @@ import argparse
 import json
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from experiments.long_encoder.model import (
-    TOKENS,
-    first,
-    framed,
-    pooled,
-    rotary,
-    saved_student,
-    states,
-    teacher_and_tokenizer,
-)
+from experiments.long_encoder.model import TOKENS, framed, pooled, rotary, saved_student, states, teacher_and_tokenizer
 from experiments.long_encoder.tasks import KINDS, PASSAGE, TRAINING, hidden_in, passage_cut, sentences, tokens_of
 from experiments.long_encoder.texts import training_rows
 from torch import Tensor
@@ -48,30 +38,17 @@ CHUNK = 254
 """Tokens that the teacher reads at a time, [CLS] and [SEP] beside them."""
 
 TEMPERATURE = 0.05
-SENTENCES, PASSAGES = 4, 4
+SENTENCES, PASSAGES = 3, 4
+LENGTHS = {2048: (4, 0.70), 4096: (2, 0.22), 8192: (2, 0.08)}
+"""By tokens of a document: documents of a step, and the share of the steps."""
 
+STAGES = {"short": (400, 4e-4, 30), "long": (280, 5e-5, 20)}
+"""Steps, the largest learning rate, and the steps in which it rises. Four times the rate of the long stage destroys
+what the short one has learned."""
 
-@dataclass(frozen=True)
-class Stage:
-    """What a stage trains with."""
-
-    steps: int
-    rate: float
-    """The largest learning rate."""
-    rise: int
-    """Steps in which the rate rises."""
-    lengths: dict[int, tuple[int, int, float]] = field(default_factory=dict)
-    """By tokens of a document: documents of a step, how many of them share a text, and the share of the steps."""
-
-
-STAGES = {
-    "short": Stage(400, 4e-4, 30),
-    "find": Stage(300, 1e-4, 20, {256: (24, 4, 0.5), 512: (24, 4, 0.5)}),
-    "long": Stage(200, 5e-5, 20, {2048: (4, 2, 0.70), 4096: (2, 2, 0.22), 8192: (2, 2, 0.08)}),
-}
-
-WEIGHTS = {"teach": 10.0, "chunk": 1.0, "document": 1.0}
-"""Of the losses over documents."""
+WEIGHTS = {"teach": 10.0, "chunk": 1.0, "document": 0.3}
+"""Of the losses of the long stage. At this temperature the gradient of the last is the largest by far: with a weight
+like the others', documents are told apart and their parts lose their meaning."""
 
 EVERY = 10
 """Steps in one line of the record."""
@@ -88,8 +65,6 @@ class Batch:
     """Documents of one length and what asks for them."""
 
     documents: list[Tensor]
-    group: int
-    """Documents in a row that share a text."""
     positions: Tensor | None
     questions: list[Tensor]
     answers: Tensor
@@ -110,33 +85,31 @@ def stretch(rows: dict[str, Tensor], length: int, generator: torch.Generator) ->
     return row[start : start + length]
 
 
-def batch_of(
-    rows: dict[str, Tensor], length: int, count: int, group: int, tokenizer: Any, generator: torch.Generator
-) -> Batch:
-    """`count` documents of `length` tokens with [CLS] and [SEP]; every `group` of them share a text."""
-    inside = length - 2
+def batch_of(rows: dict[str, Tensor], length: int, tokenizer: Any, generator: torch.Generator) -> Batch:
+    """Pairs of documents of `length` tokens with [CLS] and [SEP]; a pair shares its text."""
+    count, inside = LENGTHS[length][0], length - 2
     documents, questions, answers, words, asked = [], [], [], [], []
     used: set[str] = set()
-    for start in range(0, count, group):
+    for pair in range(count // 2):
         text, passages = passage_cut(stretch(rows, inside + PASSAGES * PASSAGE, generator), PASSAGES, generator)
-        for twin in range(group):
+        for twin in range(2):
             made = sentences(SENTENCES, [*KINDS.values()], TRAINING, used, generator)
             documents.append(hidden_in(text, [tokens_of(sentence, tokenizer) for sentence, _ in made], generator))
             asked.append({question for _, question in made})
             questions += [*(tokens_of(question, tokenizer) for _, question in made), passages[twin]]
-            answers += [start + twin] * (SENTENCES + 1)
+            answers += [2 * pair + twin] * (SENTENCES + 1)
             words += [*(question for _, question in made), None]
     answer = torch.tensor(answers)
     ids = torch.arange(count)
     passage = torch.tensor([word is None for word in words])
-    wrong = torch.where(passage[:, None], ids // group != answer[:, None] // group, ids != answer[:, None])
+    wrong = torch.where(passage[:, None], ids // 2 != answer[:, None] // 2, ids != answer[:, None])
     positions = None
     if length < TOKENS and float(torch.rand((), generator=generator)) < 0.5:
         jumps = torch.zeros(length, dtype=torch.long)
         jumps[torch.randint(1, length, (4,), generator=generator)] = 1
         gaps = (jumps * torch.rand(length, generator=generator) * (TOKENS - length) / 4).long()
         positions = (torch.arange(length) + gaps.cumsum(0))[None]
-    return Batch(documents, group, positions, questions, answer, wrong, asked, words)
+    return Batch(documents, positions, questions, answer, wrong, asked, words)
 
 
 def short_loss(model: Any, teacher: Any, rows: dict[str, Tensor], tokenizer: Any, generator: torch.Generator) -> Tensor:
@@ -159,12 +132,12 @@ def long_loss(
     model: Any, teacher: Any, batch: Batch, tokenizer: Any, memory: Memory, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The three losses of a step over documents."""
-    tokens, _ = framed(batch.documents, tokenizer)
+    tokens, mask = framed(batch.documents, tokenizer)
     hidden = model(input_ids=tokens, position_ids=batch.positions).last_hidden_state.float()
-    documents = first(hidden)
-    # One document of a group, since the others have nearly the same chunks.
-    chunks = [document[: len(document) // CHUNK * CHUNK].split(CHUNK) for document in batch.documents[:: batch.group]]
-    parts = hidden[:: batch.group, 1:-1][:, : len(chunks[0]) * CHUNK].unflatten(1, (-1, CHUNK)).mean(2).flatten(0, 1)
+    documents = pooled(hidden, mask)
+    # Every second document, since its twin has nearly the same chunks.
+    chunks = [document[: len(document) // CHUNK * CHUNK].split(CHUNK) for document in batch.documents[::2]]
+    parts = hidden[::2, 1:-1][:, : len(chunks[0]) * CHUNK].unflatten(1, (-1, CHUNK)).mean(2).flatten(0, 1)
     parts = normalize(parts, dim=-1)
     flat = [chunk for document in chunks for chunk in document]
     with torch.no_grad():
@@ -179,8 +152,8 @@ def long_loss(
         spans.append(flat[chunk][start : start + PASSAGE])
     asking = [*batch.questions, *spans]
     asking_tokens, asking_mask = framed(asking, tokenizer)
-    queries, count = states(model, asking_tokens, asking_mask), len(batch.questions)
-    of_documents, of_chunks = first(queries[:count]), pooled(queries[count:], asking_mask[count:])
+    queries = pooled(states(model, asking_tokens, asking_mask), asking_mask)
+    of_documents, of_chunks = queries[: len(batch.questions)], queries[len(batch.questions) :]
 
     chunk = cross_entropy(of_chunks @ parts.T / TEMPERATURE, torch.tensor(chosen))
     old = torch.stack([vector for vector, _ in memory]) if memory else documents[:0].detach()
@@ -205,22 +178,21 @@ def train(
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, options.rate, weight_decay=0.01, fused=True)
     memory: Memory = deque(maxlen=REMEMBERED)
-    stage = STAGES[options.stage]
-    shares = torch.tensor([share for _, _, share in stage.lengths.values()])
+    shares = torch.tensor([share for _, share in LENGTHS.values()])
     record: list[dict[str, float]] = []
     sums: dict[str, float] = {}
-    begin = perf_counter()
+    rise, begin = STAGES[options.stage][2], perf_counter()
     for step in range(options.steps):
         falling = 0.05 + 0.95 * (1 + math.cos(math.pi * step / options.steps)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = options.rate * min(1, (step + 1) / stage.rise) * falling
+            group["lr"] = options.rate * min(1, (step + 1) / rise) * falling
         with torch.autocast("cpu", torch.bfloat16):
             if options.stage == "short":
                 losses = {"token": short_loss(model, teacher, rows, tokenizer, generator)}
                 loss = losses["token"]
             else:
-                length = list(stage.lengths)[int(torch.multinomial(shares, 1, generator=generator))]
-                batch = batch_of(rows, length, *stage.lengths[length][:2], tokenizer, generator)
+                length = list(LENGTHS)[int(torch.multinomial(shares, 1, generator=generator))]
+                batch = batch_of(rows, length, tokenizer, generator)
                 losses = long_loss(model, teacher, batch, tokenizer, memory, generator)
                 loss = sum(weight * losses[name] for name, weight in WEIGHTS.items())
         optimizer.zero_grad()
@@ -241,16 +213,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--debs", type=Path, required=True, help="the folder of the packages (texts.py names them)")
-    parser.add_argument("--start", type=Path, help="the model of the stage before")
+    parser.add_argument("--start", type=Path, help="the model of the short stage, for the long one")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if (options.stage == "short") != (options.start is None):
-        parser.error("--start is needed for the stages find and long, and not known to the short one")
-    stage = STAGES[options.stage]
-    options.steps, options.rate = options.steps or stage.steps, options.rate or stage.rate
+    if (options.stage == "long") != (options.start is not None):
+        parser.error("--start is needed for the long stage, and not known to the short one")
+    steps, rate, _ = STAGES[options.stage]
+    options.steps, options.rate = options.steps or steps, options.rate or rate
     teacher, tokenizer = teacher_and_tokenizer()
     rows = training_rows(options.debs, tokenizer)
     model = rotary(teacher) if options.start is None else saved_student(options.start)
@@ -258,14 +230,14 @@ def main() -> None:
     record = train(model, teacher, tokenizer, rows, options)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    done = {
+    stage = {
         "stage": options.stage,
         "steps": options.steps,
         "rate": options.rate,
         "seed": options.seed,
         "losses": record,
     }
-    result = {"tokens": {name: len(row) for name, row in rows.items()}, "stages": [*earlier, done]}
+    result = {"tokens": {name: len(row) for name, row in rows.items()}, "stages": [*earlier, stage]}
     write_json(options.out, RECORD, result | {"machine": machine(), "versions": versions(with_transformers=True)})
 
 

@@ -9,6 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
 from encoders import modernbert
+from fewkeys.integrations.interface import attach
+from fewkeys.integrations.operator import mask_of_keys
+from fewkeys.integrations.terms import attend
 from tiny_models import bert, llama, tokens
 
 SHAPE = SHAPES["grouped"]
@@ -86,12 +89,14 @@ MASKS = {"no mask": None, "nothing padded": [24, 24], "padded": [24, 17], "all o
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("make", [bert, modernbert])
 @pytest.mark.parametrize("name", MASKS)
 @torch.no_grad()
-def test_an_encoder_is_one_graph_for_every_plan(name):
+def test_an_encoder_is_one_graph_for_every_plan(make, name):
     """No break, no second graph when the plan changes, and every plan's own output to the bit."""
-    model, ids, lengths = bert(), tokens(2, 24), MASKS[name]
-    model.encoder.layer[0].attention.self.scaling *= 0.7
+    model, ids, lengths = make().eval(), tokens(2, 24) % 15, MASKS[name]
+    if make is bert:
+        model.encoder.layer[0].attention.self.scaling *= 0.7
     mask = None if lengths is None else (torch.arange(24) < torch.tensor(lengths)[:, None]).long()
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -105,26 +110,57 @@ def test_an_encoder_is_one_graph_for_every_plan(name):
     assert not torch.allclose(outputs[0], outputs[2])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", [[24, 24], [24, 17]], ids=str)
+@torch.no_grad()
+def test_a_plan_sees_the_same_call_in_the_graph(lengths):
+    model, mask = modernbert().eval(), (torch.arange(24) < torch.tensor(lengths)[:, None]).long()
+    seen = []
+
+    def look(layer, module, inputs):
+        real = None if inputs.key_mask is None else inputs.key_mask.tolist()
+        seen.append((layer, real, inputs.window, inputs.is_causal, inputs.scale, inputs.query_offset))
+        return attend(inputs, None)
+
+    torch._dynamo.reset()
+    with attach(model, look):
+        model(tokens(2, 24) % 15, attention_mask=mask)
+        torch.compile(model, backend="eager", fullgraph=True)(tokens(2, 24) % 15, attention_mask=mask)
+    assert [layer for layer, *_ in seen] == [0, 1, 2] * 2
+    assert seen[:3] == seen[3:]
+
+
+OTHER_MASKS = {"cache": {"kv_offset": 1}, "user's": {"use_vmap": True}, "causal": {"allow_is_bidirectional_skip": None}}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_masks_of_other_patterns_are_not_the_operators(name):
+    asked = {"batch_size": 2, "kv_length": 5, "local_size": 1, "allow_is_bidirectional_skip": True}
+    assert mask_of_keys(**asked).tolist() == [[[[3] * 5]]] * 2
+    assert mask_of_keys(**asked | OTHER_MASKS[name]) is None
+    assert mask_of_keys(**asked, attention_mask=torch.ones(2, 4)) is None
+
+
+def causal_by_its_flag():
+    model = bert()
+    model.encoder.layer[1].attention.self.is_causal = True
+    return model
+
+
 def copied_with_a_plan():
     model = bert()
     fk.apply(model, FEW)
     return copy.deepcopy(model)
 
 
-def windowed():
-    model = modernbert().eval()
-    fk.apply(model, FEW)
-    return model
-
-
-BREAKS = {"autocast": copied_with_a_plan, "gradients": bert, "a copy": copied_with_a_plan, "windows": windowed}
+BREAKS = {"autocast": bert, "gradients": bert, "a copy": copied_with_a_plan, "causal": causal_by_its_flag}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_the_operator_cannot_answer_breaks_the_graph_and_is_right(name):
-    model, ids = BREAKS[name](), tokens(2, 24) % 15
-    if name in ("autocast", "gradients"):
+    model, ids = BREAKS[name](), tokens(2, 24)
+    if name != "a copy":
         fk.apply(model, FEW)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 

@@ -214,7 +214,8 @@ def _mask(**kwargs: Any) -> Tensor | None:
     if torch.compiler.is_compiling():
         from fewkeys.uncompiled import outside
 
-        return operator.padding(**kwargs) if operator.is_padding(**kwargs) else outside(_mask, **kwargs)
+        of_keys = operator.mask_of_keys(**kwargs)
+        return outside(_mask, **kwargs) if of_keys is None else of_keys
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
     switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
     holders = () if switched is None else switched.holders

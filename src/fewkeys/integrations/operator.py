@@ -16,46 +16,53 @@ from torch import Tensor, nn
 
 from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
-from fewkeys.integrations.masks import key_mask
+from fewkeys.integrations.masks import KeyMask
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
+KINDS = (torch.bool, torch.int32)
+"""The types of masks, without and with a window."""
 
-def is_padding(
+
+def mask_of_keys(
+    batch_size: int,
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **_: Any,
-) -> bool:
-    """Whether a mask that a model asks for is one of padding alone: a mask of the operator, by `padding`."""
-    from transformers.masking_utils import bidirectional_mask_function
-
-    is_whole = attention_mask is None or (attention_mask.ndim == 2 and attention_mask.shape[1] == kv_length)
-    return mask_function is bidirectional_mask_function and kv_offset == 0 and is_whole
-
-
-def padding(
-    batch_size: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
     device: torch.device | None = None,
     **_: Any,
-) -> Tensor:
-    """The mask (B, 1, 1, Nk) of a compiled encoder, True at real keys."""
-    if attention_mask is None:
-        return torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device)
-    return attention_mask[:, None, None, :].bool()
+) -> Tensor | None:
+    """The mask (B, 1, 1, Nk) of an encoder, as `masks` describes it, by the arguments of a mask function.
+
+    None for another pattern. Compiled code cannot look into the function of a window: the function is transformers' own
+    without `use_vmap`, and it is for both directions with `allow_is_bidirectional_skip`.
+    """
+    from transformers.masking_utils import bidirectional_mask_function
+
+    if kv_offset or not (attention_mask is None or attention_mask.shape == (batch_size, kv_length)):
+        return None
+    if local_size is None:
+        mask = torch.ones((), dtype=torch.bool, device=device)
+        is_known = mask_function is bidirectional_mask_function
+    else:
+        mask = torch.full((), 2 * local_size + 1, dtype=torch.int32, device=device)
+        is_known = allow_is_bidirectional_skip is not None and not use_vmap
+    mask = mask.expand(batch_size, kv_length) if attention_mask is None else mask * attention_mask.bool()
+    return mask[:, None, None, :] if is_known else None
 
 
 def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether the operator can answer a call, as far as compiled code knows it."""
-    others = [value for name, value in options.items() if name not in ("is_causal", "scaling")]
+    others = [value for name, value in options.items() if name not in ("is_causal", "scaling", "sliding_window")]
     is_causal = options.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if is_causal or any(isinstance(value, Tensor) or value for value in others):
         return False
-    is_of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool)
+    is_of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS)
     is_known = is_of_keys and plan_stack(module).owner == id(module)
     return is_known and not (torch.is_grad_enabled() or autocast_is_on())
 
@@ -69,10 +76,8 @@ def register(attend: Attend) -> None:
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int
     ) -> Tensor:
         if mask is not None:
-            from transformers.masking_utils import bidirectional_mask_function
-
-            shape, real = (query.shape[0], query.shape[2], key.shape[2]), mask[:, 0, 0]
-            mask = key_mask(*shape, mask_function=bidirectional_mask_function, attention_mask=real)
+            mask = mask.flatten()[0].expand(mask.shape) if bool(mask.all()) else mask
+            mask = mask.as_subclass(KeyMask)
         return attend(attached[module], query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
