@@ -124,8 +124,6 @@ def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: 
 
     Decided once for each shape, so that a short input costs little more than without a plan.
     """
-    if torch.compiler.is_compiling():
-        return False
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
     how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads())
     return _gives_way(plans, shapes, *how)

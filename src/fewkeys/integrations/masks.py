@@ -185,7 +185,7 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
     It is stored with a mask of ours, since all layers share it.
     """
-    if not isinstance(mask, KeyMask) or torch.compiler.is_compiling():
+    if not isinstance(mask, KeyMask):
         return _read(module, mask, shape)
     stored: dict[tuple[int, int], Keys] = vars(mask).setdefault("_fewkeys_keys", {})
     if shape not in stored:
@@ -215,7 +215,7 @@ def _decoded(mask: Tensor) -> Keys:
     """The content of a mask in one of the forms that the module docstring lists."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
-    if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token
+    if rows.shape[1] == 1:  # a decoded token
         is_whole = bool(rows.all())
     else:
         is_whole = rows.shape[1] > 1 and rows.stride(1) == 0

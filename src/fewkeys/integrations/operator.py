@@ -71,13 +71,14 @@ def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bo
 def register(attend: Attend) -> None:
     """Define `fewkeys::attention`, which calls `attend` as transformers calls an attention function."""
 
-    @torch.library.custom_op("fewkeys::attention", mutates_args=())
+    # The choice of keys reads numbers from the device, which a CUDA graph cannot record.
+    @torch.library.custom_op("fewkeys::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
     def operator(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int
     ) -> Tensor:
         if mask is not None:
-            mask = mask.flatten()[0].expand(mask.shape) if bool(mask.all()) else mask
-            mask = mask.as_subclass(KeyMask)
+            whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
+            mask = (whole if bool(mask.all()) else mask).as_subclass(KeyMask)
         return attend(attached[module], query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
