@@ -1,6 +1,7 @@
 """Attention inside `torch.compile` gives the bits that it gives without, output and gradients, whatever the plan."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -178,6 +179,34 @@ def test_what_the_operator_cannot_answer_breaks_the_graph_and_is_right(name):
         gradients = (torch.autograd.grad(o.square().sum(), weights, allow_unused=True) for o in (actual, want))
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_plan_of_another_thread_changes_nothing(is_training):
+    """Also without an operator, and where the model's own attention adds its mask to the scores."""
+    model, ids, real = bert(), tokens(2, 24), (torch.arange(24) < torch.tensor([[24], [17]])).long()
+    model.set_attn_implementation("eager")
+    entered, done = threading.Event(), threading.Event()
+
+    def other():
+        with fk.apply(model, FEW):
+            entered.set()
+            done.wait()
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(is_training):
+        want = model(ids, attention_mask=real).last_hidden_state
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait()
+        try:
+            with pytest.warns(UserWarning, match="did not enter"):
+                actual = torch.compile(model, backend="aot_eager")(ids, attention_mask=real).last_hidden_state
+        finally:
+            done.set()
+            thread.join()
+    torch.testing.assert_close(actual[real.bool()], want[real.bool()])
 
 
 @torch.no_grad()

@@ -241,7 +241,7 @@ def _attention_forward(
         from fewkeys.uncompiled import outside
 
         result: tuple[Tensor, Tensor | None] = outside(
-            _attention_forward, module, query, key, value, attention_mask, **options
+            _after_break, module, query, key, value, attention_mask, **options
         )
         return result
     stack = plan_stack(module)
@@ -284,6 +284,13 @@ def _attention_forward(
 
     output = by_sequence(inputs, starts, by_plan) if stream is None else stream(inputs)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _after_break(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A call of compiled code whose graph ended before it."""
+    return _attention_forward(module, query, key, value, operator.outside_graph(mask), **options)
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

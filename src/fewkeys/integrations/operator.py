@@ -55,6 +55,18 @@ def mask_of_keys(
     return mask[:, None, None, :] if is_known else None
 
 
+def _is_of_keys(mask: Tensor) -> bool:
+    return mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS
+
+
+def outside_graph(mask: Tensor | None) -> Tensor | None:
+    """A mask of `mask_of_keys` as the one that `masks` reads; any other mask as it is."""
+    if mask is None or not _is_of_keys(mask):
+        return mask
+    whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
+    return (whole if bool(mask.all()) else mask).as_subclass(KeyMask)
+
+
 def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether the operator can answer a call, as far as compiled code knows it."""
     others = [value for name, value in options.items() if name not in ("is_causal", "scaling", "sliding_window")]
@@ -62,8 +74,7 @@ def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bo
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if is_causal or any(isinstance(value, Tensor) or value for value in others):
         return False
-    is_of_keys = mask is None or (mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS)
-    is_known = is_of_keys and plan_stack(module).owner == id(module)
+    is_known = (mask is None or _is_of_keys(mask)) and plan_stack(module).owner == id(module)
     return is_known and not (torch.is_grad_enabled() or autocast_is_on())
 
 
@@ -76,10 +87,8 @@ def register(attend: Attend) -> None:
     def operator(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int
     ) -> Tensor:
-        if mask is not None:
-            whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
-            mask = (whole if bool(mask.all()) else mask).as_subclass(KeyMask)
-        return attend(attached[module], query, key, value, mask, scaling=scale, is_causal=False)[0]
+        rows, of_keys = (query, key, value), outside_graph(mask)
+        return attend(attached[module], *rows, of_keys, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int) -> Tensor:
