@@ -89,7 +89,7 @@ def attention(
     plan = _plan(plan, keep, rest, weights)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 
         output: Tensor = outside(flow.attention, query, key, value, plan=plan, max_error=max_error, **options)

@@ -5,13 +5,15 @@ import threading
 
 import pytest
 import torch
+from experiments.families.build import kinds
+from experiments.families.trial import _runnable, cases, run
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
 from encoders import modernbert
 from fewkeys.integrations.interface import attach
-from fewkeys.integrations.operator import mask_of_keys
+from fewkeys.integrations.operator import TYPES, mask_of_keys
 from fewkeys.integrations.terms import attend
 from tiny_models import bert, llama, tokens
 
@@ -135,11 +137,56 @@ OTHER_MASKS = {"cache": {"kv_offset": 1}, "user's": {"use_vmap": True}, "causal"
 
 
 @pytest.mark.parametrize("name", OTHER_MASKS)
+@torch.no_grad()
 def test_masks_of_other_patterns_are_not_the_operators(name):
-    asked = {"batch_size": 2, "kv_length": 5, "local_size": 1, "allow_is_bidirectional_skip": True}
+    asked = {
+        "config": modernbert().config,
+        "batch_size": 2,
+        "kv_length": 5,
+        "local_size": 1,
+        "allow_is_bidirectional_skip": True,
+    }
     assert mask_of_keys(**asked).tolist() == [[[[3] * 5]]] * 2
     assert mask_of_keys(**asked | OTHER_MASKS[name]) is None
     assert mask_of_keys(**asked, attention_mask=torch.ones(2, 4)) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(TYPES))
+@torch.no_grad()
+def test_types_that_are_one_graph(name):
+    """With padding on either side, and with and without a mask."""
+    model, inputs, _ = _runnable(next(kind for kind in kinds() if str(kind) == name))
+    for _, case in cases(inputs):
+        with fk.apply(model, FEW):
+            want = run(model, case)
+            torch._dynamo.reset()
+            actual = run(torch.compile(model, backend="eager", fullgraph=True), case)
+        for one, other in zip(actual, want, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_a_compiled_part_of_a_model_is_right():
+    model, real = bert(), (torch.arange(24) < torch.tensor([[24], [17]])).long()
+    with fk.apply(model, FEW):
+        want = model(tokens(2, 24), attention_mask=real).last_hidden_state
+        torch._dynamo.reset()
+        model.encoder.layer[1].compile(backend="eager")
+        assert torch.equal(model(tokens(2, 24), attention_mask=real).last_hidden_state, want)
+
+
+@torch.no_grad()
+def test_a_thread_that_compiles_does_not_disturb_others(monkeypatch):
+    """While any thread compiles, torch says so to all."""
+    model, (q, k, v) = bert(), inputs(SHAPE, requires_grad=False)
+    with fk.apply(model, FEW):
+        want = model(tokens(2, 24)).last_hidden_state, fk.attention(q, k, v, plan=FEW)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        actual = model(tokens(2, 24)).last_hidden_state, fk.attention(q, k, v, plan=FEW)
+    for pair in zip(actual, want, strict=True):
+        torch.testing.assert_close(*pair)
 
 
 def causal_by_its_flag():

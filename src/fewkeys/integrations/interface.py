@@ -211,7 +211,7 @@ _OWN = "_fewkeys_own"
 
 def _mask(**kwargs: Any) -> Tensor | None:
     """The mask function that transformers calls: the model's own where no plan of the model is in force."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 
         of_keys = operator.mask_of_keys(**kwargs)
@@ -234,7 +234,7 @@ def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         if operator.suits(module, attention_mask, options):
             scale = options.get("scaling")
             return torch.ops.fewkeys.attention(query, key, value, attention_mask, scale, id(module)), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,15 @@ from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
 from fewkeys.integrations.masks import KeyMask
 
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
+
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 KINDS = (torch.bool, torch.int32)
 """The types of masks, without and with a window."""
+TYPES = frozenset(("bert", "camembert", "data2vec-text", "electra", "ernie", "modernbert", "roberta", "xlm-roberta"))
+"""The types of models that pass a mask on unchanged, as tests show: in compiled code no `KeyMask` watches over it."""
 
 
 def mask_of_keys(
@@ -33,30 +38,39 @@ def mask_of_keys(
     local_size: int | None = None,
     allow_is_bidirectional_skip: bool | None = None,
     use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
     """The mask (B, 1, 1, Nk) of an encoder, as `masks` describes it, by the arguments of a mask function.
 
-    None for another pattern. Compiled code cannot look into the function of a window: the function is transformers' own
-    without `use_vmap`, and it is for both directions with `allow_is_bidirectional_skip`.
+    None for another pattern or model, and where the operator could not answer. Compiled code cannot look into the
+    function of a window: the function is transformers' own without `use_vmap`, and it is for both directions with
+    `allow_is_bidirectional_skip`.
     """
     from transformers.masking_utils import bidirectional_mask_function
 
+    if config is None or config.model_type not in TYPES or _needs_break():
+        return None
     if kv_offset or not (attention_mask is None or attention_mask.shape == (batch_size, kv_length)):
         return None
-    if local_size is None:
+    if mask_function is bidirectional_mask_function:
         mask = torch.ones((), dtype=torch.bool, device=device)
-        is_known = mask_function is bidirectional_mask_function
-    else:
+    elif local_size is not None and allow_is_bidirectional_skip is not None and not use_vmap:
         mask = torch.full((), 2 * local_size + 1, dtype=torch.int32, device=device)
-        is_known = allow_is_bidirectional_skip is not None and not use_vmap
+    else:
+        return None
     mask = mask.expand(batch_size, kv_length) if attention_mask is None else mask * attention_mask.bool()
-    return mask[:, None, None, :] if is_known else None
+    return mask[:, None, None, :]
+
+
+def _needs_break() -> bool:
+    """Whether no call can be the operator's: it has no gradient, and its output the type of its input."""
+    return torch.is_grad_enabled() or autocast_is_on()
 
 
 def _is_of_keys(mask: Tensor) -> bool:
-    return mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS
+    return not isinstance(mask, KeyMask) and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS
 
 
 def outside_graph(mask: Tensor | None) -> Tensor | None:
@@ -75,7 +89,7 @@ def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bo
     if is_causal or any(isinstance(value, Tensor) or value for value in others):
         return False
     is_known = (mask is None or _is_of_keys(mask)) and plan_stack(module).owner == id(module)
-    return is_known and not (torch.is_grad_enabled() or autocast_is_on())
+    return is_known and not _needs_break()
 
 
 @cache
