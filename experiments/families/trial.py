@@ -51,7 +51,7 @@ def trial(kind: Kind) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model, inputs, form = _runnable(kind)
+            model, inputs, form = runnable(kind)
         except CannotBuildError as error:
             return {UNTRIED: str(error)}
         writes = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Seq2SeqLM"))
@@ -66,7 +66,7 @@ def trial(kind: Kind) -> Row:
         }
 
 
-def _runnable(kind: Kind) -> tuple[nn.Module, Inputs, str]:
+def runnable(kind: Kind) -> tuple[nn.Module, Inputs, str]:
     """The first form of a type that runs by itself, by inputs that we know."""
     reasons = []
     try:

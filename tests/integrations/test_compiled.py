@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from experiments.families.build import kinds
-from experiments.families.trial import _runnable, cases, run
+from experiments.families.trial import cases, run, runnable
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fewkeys as fk
@@ -156,7 +156,7 @@ def test_masks_of_other_patterns_are_not_the_operators(name):
 @torch.no_grad()
 def test_types_that_are_one_graph(name):
     """With padding on either side, and with and without a mask."""
-    model, inputs, _ = _runnable(next(kind for kind in kinds() if str(kind) == name))
+    model, inputs, _ = runnable(next(kind for kind in kinds() if str(kind) == name))
     for _, case in cases(inputs):
         with fk.apply(model, FEW):
             want = run(model, case)
@@ -179,14 +179,20 @@ def test_a_compiled_part_of_a_model_is_right():
 
 @torch.no_grad()
 def test_a_thread_that_compiles_does_not_disturb_others(monkeypatch):
-    """While any thread compiles, torch says so to all."""
+    """While any thread compiles, torch's `is_compiling` is true in all."""
     model, (q, k, v) = bert(), inputs(SHAPE, requires_grad=False)
+
+    def calls():
+        large = fk.attention(1e30 * q, k, v, plan=FEW)  # its squares overflow
+        return model(tokens(2, 24)).last_hidden_state, fk.attention(q, k, v, plan=FEW), large
+
     with fk.apply(model, FEW):
-        want = model(tokens(2, 24)).last_hidden_state, fk.attention(q, k, v, plan=FEW)
+        want = calls()
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        actual = model(tokens(2, 24)).last_hidden_state, fk.attention(q, k, v, plan=FEW)
-    for pair in zip(actual, want, strict=True):
-        torch.testing.assert_close(*pair)
+        for pair in zip(calls(), want, strict=True):
+            assert torch.equal(*pair)
+    with pytest.raises(ValueError, match="query: expected finite numbers"):
+        fk.attention(q * torch.nan, k, v, plan=FEW)
 
 
 def causal_by_its_flag():

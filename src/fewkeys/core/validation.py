@@ -81,7 +81,7 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each tensor; NaN or infinity if an entry is."""
-    if torch.compiler.is_compiling():  # the numbers are unknown
+    if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
     ends = [end for tensor in tensors for end in _ends(tensor.detach())]
     low_and_high = iter(torch.stack(ends).tolist())  # together: a GPU is waited for once
@@ -103,7 +103,7 @@ def check_finite(**tensors: Tensor) -> None:
 
     A finite sum proves that all numbers are finite, by one operation; the sum of finite numbers may overflow.
     """
-    if torch.compiler.is_compiling():  # the numbers are unknown
+    if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
         return
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):

@@ -85,7 +85,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
         scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
     )
     rows = query, x.key, x.value
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):
+    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):
         return fused(*rows)
     if are_transformed(*rows):
         with sdpa_kernel(SDPBackend.MATH):

@@ -64,7 +64,7 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and query.dtype in DTYPES and readable(query, key, value)
+    return not torch.compiler.is_dynamo_compiling() and query.dtype in DTYPES and readable(query, key, value)
 
 
 def _look(query: Tensor, key: Tensor, value: Tensor, **copies: Tensor) -> list[float]:
