@@ -133,7 +133,13 @@ def test_a_plan_sees_the_same_call_in_the_graph(lengths):
     assert seen[:3] == seen[3:]
 
 
-OTHER_MASKS = {"cache": {"kv_offset": 1}, "user's": {"use_vmap": True}, "causal": {"allow_is_bidirectional_skip": None}}
+OTHER_MASKS = {
+    "cache": {"kv_offset": 1},
+    "user's": {"use_vmap": True},
+    "causal": {"allow_is_bidirectional_skip": None},
+    "no window": {"local_size": None},
+    "another type": {"config": llama().config},
+}
 
 
 @pytest.mark.parametrize("name", OTHER_MASKS)
@@ -149,6 +155,8 @@ def test_masks_of_other_patterns_are_not_the_operators(name):
     assert mask_of_keys(**asked).tolist() == [[[[3] * 5]]] * 2
     assert mask_of_keys(**asked | OTHER_MASKS[name]) is None
     assert mask_of_keys(**asked, attention_mask=torch.ones(2, 4)) is None
+    with torch.enable_grad():
+        assert mask_of_keys(**asked) is None
 
 
 @pytest.mark.long

@@ -152,7 +152,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
-    operator.register(_attention_forward)
+    operator.register(_from_graph)
 
 
 def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
@@ -241,7 +241,7 @@ def _attention_forward(
         from fewkeys.uncompiled import outside
 
         result: tuple[Tensor, Tensor | None] = outside(
-            _after_break, module, query, key, value, attention_mask, **options
+            _from_graph, module, query, key, value, attention_mask, **options
         )
         return result
     stack = plan_stack(module)
@@ -286,11 +286,11 @@ def _attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _after_break(
+def _from_graph(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """A call of compiled code whose graph ended before it."""
-    return _attention_forward(module, query, key, value, operator.outside_graph(mask), **options)
+    """A call of compiled code, by the operator or after a break."""
+    return _attention_forward(module, query, key, value, operator.watched(mask), **options)
 
 
 def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

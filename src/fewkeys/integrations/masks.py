@@ -26,6 +26,8 @@ from fewkeys.integrations.answers import Length
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
+DTYPES = (torch.bool, torch.int32)
+"""Of the entries of a mask, without and with a window."""
 LOWEST = -1e4
 """Numbers that models add to the scores of padding are at most this."""
 SLIDING = ("sliding_attention", "hybrid_sliding")
@@ -126,8 +128,7 @@ def key_mask(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
-    size, dtype = (1, torch.bool) if window is None else (window, torch.int32)
-    mask = torch.full((), size, dtype=dtype, device=device).expand(batch_size, kv_length)
+    mask = whole_mask(window, (batch_size, kv_length), device)
     if attention_mask is not None:
         real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool()
         if real.shape[1] < kv_length:
@@ -142,6 +143,12 @@ def key_mask(
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
+
+
+def whole_mask(window: int | None, shape: tuple[int, int], device: torch.device | None) -> Tensor:
+    """The entries (B, Nk) of a mask without padding: one number, expanded."""
+    size, dtype = (1, torch.bool) if window is None else (window, torch.int32)
+    return torch.full((), size, dtype=dtype, device=device).expand(shape)
 
 
 def _pattern(
@@ -203,7 +210,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
             f"attention_mask: {type(module).__name__} adds a bias to the scores, {tuple(mask.shape)}, such as one "
             "for distances in an image, which no plan supports; use a model without one (ViT, DINOv2)"
         )
-    if mask.dtype not in (torch.bool, torch.int32) or not (by_key or mask.shape == shape):
+    if mask.dtype not in DTYPES or not (by_key or mask.shape == shape):
         raise ValueError(
             f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
             "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
-from fewkeys.integrations.masks import KeyMask
+from fewkeys.integrations.masks import DTYPES, KeyMask, whole_mask
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
-KINDS = (torch.bool, torch.int32)
-"""The types of masks, without and with a window."""
 TYPES = frozenset(("bert", "camembert", "data2vec-text", "electra", "ernie", "modernbert", "roberta", "xlm-roberta"))
 """The types of models that pass a mask on unchanged, as tests show: in compiled code no `KeyMask` watches over it."""
 
@@ -52,15 +50,15 @@ def mask_of_keys(
 
     if config is None or config.model_type not in TYPES or _needs_break():
         return None
-    if kv_offset or not (attention_mask is None or attention_mask.shape == (batch_size, kv_length)):
+    shape, window = (batch_size, kv_length), None
+    if kv_offset or not (attention_mask is None or attention_mask.shape == shape):
         return None
-    if mask_function is bidirectional_mask_function:
-        mask = torch.ones((), dtype=torch.bool, device=device)
-    elif local_size is not None and allow_is_bidirectional_skip is not None and not use_vmap:
-        mask = torch.full((), 2 * local_size + 1, dtype=torch.int32, device=device)
-    else:
-        return None
-    mask = mask.expand(batch_size, kv_length) if attention_mask is None else mask * attention_mask.bool()
+    if mask_function is not bidirectional_mask_function:
+        if local_size is None or allow_is_bidirectional_skip is None or use_vmap:
+            return None
+        window = 2 * local_size + 1
+    mask = whole_mask(window, shape, device)
+    mask = mask if attention_mask is None else mask * attention_mask.bool()
     return mask[:, None, None, :]
 
 
@@ -70,11 +68,11 @@ def _needs_break() -> bool:
 
 
 def _is_of_keys(mask: Tensor) -> bool:
-    return not isinstance(mask, KeyMask) and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in KINDS
+    return not isinstance(mask, KeyMask) and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in DTYPES
 
 
-def outside_graph(mask: Tensor | None) -> Tensor | None:
-    """A mask of `mask_of_keys` as the one that `masks` reads; any other mask as it is."""
+def watched(mask: Tensor | None) -> Tensor | None:
+    """A mask of `mask_of_keys` as a `KeyMask`; any other mask as it is."""
     if mask is None or not _is_of_keys(mask):
         return mask
     whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
@@ -83,28 +81,27 @@ def outside_graph(mask: Tensor | None) -> Tensor | None:
 
 def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether the operator can answer a call, as far as compiled code knows it."""
-    others = [value for name, value in options.items() if name not in ("is_causal", "scaling", "sliding_window")]
-    is_causal = options.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if is_causal or any(isinstance(value, Tensor) or value for value in others):
+    if _needs_break() or plan_stack(module).owner != id(module) or not (mask is None or _is_of_keys(mask)):
         return False
-    is_known = (mask is None or _is_of_keys(mask)) and plan_stack(module).owner == id(module)
-    return is_known and not _needs_break()
+    is_causal = options.get("is_causal")
+    if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        return False
+    others = [value for name, value in options.items() if name not in ("is_causal", "scaling", "sliding_window")]
+    return not any(isinstance(value, Tensor) or value for value in others)
 
 
 @cache
 def register(attend: Attend) -> None:
-    """Define `fewkeys::attention`, which calls `attend` as transformers calls an attention function."""
+    """Define `fewkeys::attention`, which calls `attend` as transformers calls an attention function, for a module."""
 
     # The choice of keys reads numbers from the device, which a CUDA graph cannot record.
     @torch.library.custom_op("fewkeys::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
     def operator(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, owner: int
     ) -> Tensor:
-        rows, of_keys = (query, key, value), outside_graph(mask)
-        return attend(attached[module], *rows, of_keys, scaling=scale, is_causal=False)[0]
+        return attend(attached[owner], query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, module: int) -> Tensor:
+    def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, owner: int) -> Tensor:
         batch, heads, queries, _ = query.shape
         return query.new_empty(batch, queries, heads, value.shape[-1])
