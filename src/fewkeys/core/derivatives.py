@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,18 +10,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-@contextmanager
-def constants() -> Iterator[None]:
-    """Results computed inside are constant for all derivatives; also a decorator.
+class constants:  # noqa: N801  # used like `torch.no_grad`, of which it is a faster form
+    """Results computed inside are constant for all derivatives.
 
     `torch.no_grad` alone stops gradients, but not derivatives in forward mode (`torch.func.jvp`).
     """
-    forward = torch._C._is_fwd_grad_enabled()
-    torch._C._set_fwd_grad_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
+
+    def __enter__(self) -> None:
+        self.found = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        torch._C._set_fwd_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        gradients, forward = self.found
+        torch._C._set_grad_enabled(gradients)
         torch._C._set_fwd_grad_enabled(forward)
 
 

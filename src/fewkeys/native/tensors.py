@@ -30,10 +30,11 @@ def readable(*tensors: Tensor | None) -> bool:
 
 def placed(*tensors: Tensor) -> bool:
     """Whether kernels, if there are any, could read these tensors."""
-    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
-        return False
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
-        return False
+    for x in tensors:
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+            return False
+        if x.is_floating_point() and x.dtype not in DTYPES:
+            return False
     # Transforms and forward derivatives see only torch's operations, not kernels.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
@@ -67,20 +68,25 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        self.alive = [self._readable(name, x) if isinstance(x, Tensor) else x for name, x in values.items()]
-        for name, x in zip(values, self.alive, strict=True):
+        super().__init__()
+        self.alive = []
+        for name, x in values.items():
             if isinstance(x, Tensor):
-                values[name] = Rows.of(x) if self.kinds[name] == "Rows" else x.data_ptr()
-        super().__init__(**{name: x for name, x in values.items() if x is not None})
+                tensor = dense(x) if self.kinds[name] == "Rows" else self._readable(name, x)
+                self.alive.append(tensor)
+                setattr(self, name, Rows.of(tensor) if self.kinds[name] == "Rows" else tensor.data_ptr())
+            elif x is not None:
+                setattr(self, name, x)
+                self.alive.append(x)
 
     def _readable(self, name: str, tensor: Tensor) -> Tensor:
-        if self.kinds[name] == "Rows":
-            return dense(tensor)
         # Read as another dtype, it would give numbers that look like any others.
         expected = _POINTED.get(self.kinds[name])
         if expected is not None and tensor.dtype not in expected:
             raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {tensor.dtype}")
-        if name in self.written and not tensor.is_contiguous():
+        if tensor.is_contiguous():
+            return tensor
+        if name in self.written:
             raise ValueError(f"{type(self).__name__}.{name}: expected a contiguous tensor to write to")
         return tensor.contiguous()
 

@@ -61,7 +61,7 @@ class Outliers(Counted):
             return shared_top(inputs, self.scores(inputs), self.count)
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
         bias = None if x.bias is None else bias_importance(x, parts, x.bias, band)
-        if bias is None and compiled_at_once(x, key, parts.mean):
+        if bias is None and compiled_at_once(x):
             distance = clusters(x, self.clusters).distance
             facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "distance": distance}
             args = facts | {"real": x.valid}

@@ -22,8 +22,11 @@ def statistic(compute: Callable[[Inputs, *Args], Result]) -> Callable[[Inputs, *
 
     @wraps(compute)
     def remembered(inputs: Inputs, *args: *Args) -> Result:
-        with constants():
-            return inputs.remember((remembered, *args), lambda: compute(inputs, *args))
+        def constant() -> Result:
+            with constants():
+                return compute(inputs, *args)
+
+        return inputs.remember((remembered, *args), constant)
 
     return remembered
 
@@ -33,6 +36,10 @@ def compiled(impl: Impl, *tensors: Tensor) -> bool:
     return impl in COMPILED and native.suits(*tensors)
 
 
-def compiled_at_once(inputs: Inputs, *tensors: Tensor) -> bool:
-    """Whether one compiled kernel may do several steps: there are no other processes' sums to add in between."""
-    return inputs.shard is None and compiled(inputs.impl, *tensors)
+def compiled_at_once(inputs: Inputs) -> bool:
+    """Whether compiled kernels compute statistics, in several steps at once: there are no other processes' sums to add
+    in between.
+    """
+    if inputs.shard is not None or inputs.impl not in COMPILED:
+        return False
+    return inputs.remember(native.readable, lambda: native.readable(inputs.query, inputs.key, inputs.value))

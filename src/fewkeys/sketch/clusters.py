@@ -117,7 +117,7 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 def frame(inputs: Inputs) -> Frame:
     """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled_at_once(inputs, key, value) and (compiled := _compiled_frame(inputs, key, value)) is not None:
+    if compiled_at_once(inputs) and (compiled := _compiled_frame(inputs, key, value)) is not None:
         return compiled
     moments = query_moments(inputs)
     second, root = moments.second, triangular_root(moments.second, RIDGE)
@@ -171,7 +171,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
     """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
     units, subset = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled_at_once(inputs, key, value, units.form):
+    if compiled_at_once(inputs):
         tensors = {"form": units.form, "shift": units.shift, "middle": units.value_mean, "unit": units.unit}
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real

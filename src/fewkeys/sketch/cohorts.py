@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fewkeys.native as native
-from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
-from fewkeys.sketch.backend import statistic
+from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
@@ -106,7 +105,7 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
     if not total:
         place = torch.full((batch, heads, 1, 1), -1, device=rows.device)
         return Cohorts(place, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim)), filled)
-    if inputs.impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32:
+    if compiled_at_once(inputs):
         steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
         return Cohorts(*native.halve(rows, key, real, count, scale=scale, **steps), filled)
     key, rows = centre(key, real), rows.flatten(0, 1)

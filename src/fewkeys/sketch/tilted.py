@@ -18,11 +18,11 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants, gradients_by_torch
-from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
 from fewkeys.native.tensors import wants_gradient
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, half_variance
 from fewkeys.sketch.sums import sums_by_label
@@ -61,7 +61,7 @@ def tilted_sums(
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(facts, clusters.importance.shape[-1], together, totals)
-    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
+    if compiled_at_once(x):
         kernels = _ByKernels.apply if wants_gradient(x.key, x.value) else _by_kernels
         sums = kernels(x.key, x.value, args)
     else:

@@ -32,9 +32,11 @@ def attend(problem: Problem) -> Tensor:
 
 def with_gradients(problem: Problem) -> dict[str, Tensor]:
     """The tensors of a problem that require gradients, if these are enabled; stand-ins' by `rest.` and the field."""
+    if not torch.is_grad_enabled():
+        return {}
     x, s = problem.inputs, problem.stand_ins
     tensors = {name: getattr(x, name) for name in _ROWS} | ({} if s is None else s.tensors("rest"))
-    return {name: part for name, part in tensors.items() if torch.is_grad_enabled() and part.requires_grad}
+    return {name: part for name, part in tensors.items() if part.requires_grad}
 
 
 _ROWS = "query", "key", "value"
