@@ -29,9 +29,12 @@ from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, Rows, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
+from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
+from fewkeys.rest import ClusterMeans
+from fewkeys.select import Outliers, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +158,24 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     parts, restore = canonicalise(choice)
     outputs = []
     for part in parts:
-        problem = prepare(part, choice.plan)
-        output = dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
+        output = _computed(part, choice.plan)
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
+
+
+def _computed(inputs: Inputs, plan: Plan) -> Tensor:
+    """The output of a plan for inputs in canonical form."""
+
+    def compute() -> Tensor:
+        problem = prepare(inputs, plan)
+        return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
+
+    is_ours = _REPEATED.issuperset(map(type, (*plan.parts, plan.rest)))
+    return recorded.attend(inputs, plan, compute) if is_ours else compute()
+
+
+_REPEATED = {Outliers, Window, ClusterMeans}
+"""Rules that read numbers by kernels and torch's operations only."""
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:

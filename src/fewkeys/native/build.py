@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from signal import SIGINT, default_int_handler
+from typing import Any
 
 import torch
 
@@ -37,13 +38,22 @@ LIBRARIES = Path(__file__).parent / "libraries"
 SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """The number of bytes after a library: its SHA-256."""
+
+
+class IndefiniteError(ArithmeticError):
+    """A matrix has no Cholesky factor."""
+
+
 _FAILURES: dict[int, tuple[type[BaseException], str]] = {
     1: (MemoryError, "there is no memory for its buffers"),
     2: (KeyboardInterrupt, "it was interrupted"),
     3: (RuntimeError, "it failed"),
+    4: (IndefiniteError, "rounding made a matrix indefinite"),
 }
 """The error for each code that a kernel returns: `Outcome` of `team.h`."""
-_LOADING = threading.RLock()
+_LOADING, _recorder = threading.RLock(), threading.local()
+Step = tuple[str, Any, *tuple[torch.dtype, ...]]
+"""The arguments of `call`."""
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 WAIT = 120.0
@@ -97,8 +107,11 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16.
 
     Raises `MemoryError` if there is no memory for its buffers, and `KeyboardInterrupt` soon after Ctrl-C in the main
-    thread, if Python's own handler is installed. Its outputs are then incomplete.
+    thread, if Python's own handler is installed. Its outputs are then incomplete. Raises `IndefiniteError` for a matrix
+    without a Cholesky factor.
     """
+    if (steps := getattr(_recorder, "steps", None)) is not None:
+        steps.append((name, problem, *dtypes))
     library = _last.library if isinstance(_last, Kernels) else _library()
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
     if threading.current_thread() is threading.main_thread() and _signal.getsignal(SIGINT) is default_int_handler:
@@ -107,6 +120,17 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     if outcome:
         error, reason = _FAILURES[outcome]
         raise error(f"{name}: expected it to finish, but {reason}")
+
+
+@contextmanager
+def recorded_steps() -> Iterator[list[Step]]:
+    """The kernels that this thread runs inside, in order."""
+    steps: list[Step] = []
+    _recorder.steps = steps
+    try:
+        yield steps
+    finally:
+        _recorder.steps = None
 
 
 def counters() -> dict[str, int]:

@@ -32,7 +32,8 @@ class Framing {
       multiply(p.query.at<T>(head * p.gqa_ratio + piece / each, begin), std::min(p.queries - begin, FEW), sums);
   }
 
-  void finish(int64_t head, float *sums) {
+  // Returns false if a matrix has no Cholesky factor.
+  bool finish(int64_t head, float *sums) {
     float *asked = sums + key_pieces * key_size;
     for (int64_t piece = 1; piece < key_pieces; piece++) add(sums, sums + piece * key_size, 1.0f, key_size);
     for (int64_t piece = 1; piece < query_pieces; piece++) add(asked, asked + piece * query_size, 1.0f, query_size);
@@ -44,11 +45,12 @@ class Framing {
         second[d * dim + e] = second[e * dim + d] = p.scale * p.scale * asked[dim + d * tall + e] / queries;
     }
     centre(head, sums);
-    factorise(head);
+    const bool is_definite = factorise(head);
     float *form = p.form + head * (dim + 1) * dim;
     std::copy_n(mean_query, dim, form + dim * dim);
     for (int64_t r = 0; r <= dim; r++)
       p.shift[head * (dim + 1) + r] = product(form + r * dim, p.mean + head * dim, dim);
+    return is_definite;
   }
 
  private:
@@ -77,12 +79,12 @@ class Framing {
   }
 
   // Writes L^T to the form, L to the root.
-  void factorise(int64_t head) {
+  bool factorise(int64_t head) {
     float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
-    if (!factorise_raised(p.second + head * dim * dim, dim, p.ridge, form))
-      __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
+    const bool is_definite = factorise_raised(p.second + head * dim * dim, dim, p.ridge, form);
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
+    return is_definite;
   }
 };
 
@@ -92,13 +94,15 @@ static void frame(const Framed &p, int threads) {
   const int64_t size = one.size();
   const bool small = p.keys <= PIECE && p.queries <= PIECE;
   Floats sums(p.heads * size);
+  std::atomic<bool> is_definite{true};
   const auto add_piece = [&](Framing<T> &framing, int64_t head, int64_t piece) {
     framing.add_piece(head, piece, sums.data() + head * size);
   };
   const auto finish = [&](Framing<T> &framing, int64_t head, int64_t) {
-    framing.finish(head, sums.data() + head * size);
+    if (!framing.finish(head, sums.data() + head * size)) is_definite = false;
   };
   in_phases(threads, p.heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
+  if (!is_definite) throw Indefinite();
 }
 
 }  // namespace fewkeys

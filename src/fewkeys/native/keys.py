@@ -5,12 +5,10 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from fewkeys.native.build import call
+from fewkeys.native.build import IndefiniteError, call
 from fewkeys.native.tensors import alike, sized, struct
 
 
@@ -48,21 +46,22 @@ def frame(
     shapes = {"mean_query": (1, dim), "second": (dim, dim), "mean": (1, dim), "value_mean": (1, value.shape[3])}
     shapes |= {"unit": (1, 1), "root": (dim, dim), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
     output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
-    indefinite = ctypes.c_int64(0)
     args = struct("Framed")(
         **sized(key, value),
         **output,
         asked=asked,
         real=real,
         query=query,
-        indefinite=ctypes.addressof(indefinite),
         gqa_ratio=query.shape[1] // heads,
         queries=query.shape[2],
         scale=scale,
         ridge=ridge,
     )
-    call("fewkeys_frame", args, key.dtype)
-    return None if indefinite.value else output
+    try:
+        call("fewkeys_frame", args, key.dtype)
+    except IndefiniteError:
+        return None
+    return output
 
 
 def cluster(

@@ -72,7 +72,6 @@ struct Framed {
   float *mean, *value_mean;       // (B Hkv, D), (B Hkv, Dv)
   float *unit;                    // (B Hkv)
   float *root, *form, *shift;     // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
-  int64_t *indefinite;            // set to one if a matrix has no Cholesky factor
   int64_t heads, gqa_ratio, queries, keys, dim, value_dim;
   float scale, ridge;
 };

@@ -14,9 +14,10 @@
 namespace fewkeys {
 
 // What `build.call` reads.
-enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED };
+enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED, INDEFINITE };
 
 struct Stopped {};
+struct Indefinite {};  // a matrix has no Cholesky factor
 
 constexpr int MOST_THREADS = 256;
 
@@ -248,6 +249,8 @@ static int outcome_of(Run run) noexcept {
     return OUT_OF_MEMORY;
   } catch (const Stopped &) {
     return watch.seen() ? INTERRUPTED : FAILED;
+  } catch (const Indefinite &) {
+    return INDEFINITE;
   } catch (...) {
     return FAILED;
   }

@@ -1,0 +1,126 @@
+"""Kernels of an earlier call, run again for other rows of the same shapes.
+
+The functions that prepare a plan call kernel after kernel, which for short inputs takes a quarter of the time. Calls of
+`budget(slots)` without padding, bias and gradients consist of kernels alone: torch only allocates and views memory. So
+the first call is recorded: which kernels run, with which arguments. Later calls of the same plan and shapes run these
+kernels with the addresses of their own rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import combinations
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fewkeys.core.impl import COMPILED
+from fewkeys.core.inputs import Inputs
+from fewkeys.native.build import IndefiniteError, Step, call, recorded_steps
+from fewkeys.native.tensors import suits
+
+MOST, MOST_BYTES = 256, 2**26
+"""The most calls that are remembered, and the most memory for what their kernels write before the output."""
+_ALLOCATING = ("aten::empty_like", "aten::full", "aten::new_empty")
+_recordings: dict[Hashable, Recording | None] = {}
+"""By plan and shapes, the last used ones at the end; None: the call has other operations."""
+_LOCK = Lock()
+
+
+def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels.
+
+    The rules of the plan must read numbers by kernels and torch's operations only.
+    """
+    x, rows = inputs, (inputs.query, inputs.key, inputs.value)
+    if not _is_plain(x):
+        return compute()
+    form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
+    with _LOCK:
+        is_known, recording = form in _recordings, _recordings.pop(form, None)  # its memory is for one thread at a time
+    if recording is not None:
+        try:
+            output = recording.run(rows)
+        except IndefiniteError:
+            output = compute()
+    elif is_known:
+        output = compute()
+    else:
+        output, recording = _recorded(rows, compute)
+    with _LOCK:
+        _recordings[form] = recording
+        while len(_recordings) > MOST or sum(one.bytes for one in _recordings.values() if one) > MOST_BYTES:
+            del _recordings[next(iter(_recordings))]
+    return output
+
+
+def _is_plain(x: Inputs) -> bool:
+    """Whether a call may consist of kernels alone: conditions that take no time to check."""
+    rows = x.query, x.key, x.value
+    if x.is_causal or x.impl not in COMPILED or not (x.valid is None and x.bias is None and x.shard is None):
+        return False
+    return suits(*rows) and all(part.dtype == torch.float32 and part.is_contiguous() for part in rows)
+
+
+def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+    """The output, and the recording if the call can be repeated."""
+    with _Watch() as watch, recorded_steps() as steps:  # type: ignore[no-untyped-call]
+        output = compute()
+    rows = *rows, output
+    spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in rows]
+    are_apart = not any(a.start in b or b.start in a for a, b in combinations(spans, 2))
+    return output, Recording(steps, spans, output) if watch.is_plain and are_apart and output.is_contiguous() else None
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether torch does more than to allocate and view memory."""
+
+    is_plain = True
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+        self.is_plain &= function.is_view or function.name().split(".")[0] in _ALLOCATING
+        return function(*args, **(options or {}))
+
+
+class Recording:
+    """The kernels of a call, and which addresses in their arguments are those of its rows and its output."""
+
+    def __init__(self, steps: Sequence[Step], spans: Sequence[range], output: Tensor) -> None:
+        self.steps, self.shape = steps, output.shape
+        self.moved = [
+            (args, name, row, address - span.start)
+            for _, step_args, *_ in steps
+            for args, name, address in _addresses(step_args)
+            for row, span in enumerate(spans)
+            if address in span
+        ]
+        sizes: dict[int, int] = {}
+        for _, args, *_ in steps:
+            tensors = [x for x in args.alive if isinstance(x, Tensor)]
+            args.alive = [x for x in tensors if not any(x.data_ptr() in span for span in spans)]
+            sizes |= {x.data_ptr(): x.nbytes for x in args.alive}
+        self.bytes = sum(sizes.values())
+
+    def run(self, rows: Sequence[Tensor]) -> Tensor:
+        """The output for other rows."""
+        output = rows[-1].new_empty(self.shape)
+        first = [part.data_ptr() for part in (*rows, output)]
+        for args, name, row, offset in self.moved:
+            setattr(args, name, first[row] + offset)
+        for step in self.steps:
+            call(*step)
+        return output
+
+
+def _addresses(args: ctypes.Structure) -> Iterator[tuple[ctypes.Structure, str, int]]:
+    """The addresses in a struct, each with the part of the struct and the field that hold it."""
+    for name, kind, *_ in args._fields_:
+        part = getattr(args, name)
+        if isinstance(part, ctypes.Structure):
+            yield from _addresses(part)
+        elif kind is ctypes.c_void_p and part:
+            yield args, name, part
