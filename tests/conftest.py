@@ -7,6 +7,8 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+from fewkeys.execute.native import recorded
+
 # Tests are many tiny operations, for which threads would only wait for each other.
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red run can be repeated.
@@ -14,6 +16,12 @@ settings.register_profile(
     "fewkeys", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("fewkeys")
+
+
+@pytest.fixture(autouse=True)
+def no_recordings():
+    """Every test begins without the kernels that others recorded, which would run in place of what it looks at."""
+    recorded._recordings.clear()
 
 
 QUICK = 2

@@ -318,4 +318,25 @@ PROMISES = (
         "least.where(least < math.inf, -1.0).argsort(dim=-1, descending=True, stable=True).argsort(-1)",
         (Law("parts/test_running_means", "unlike"),),
     ),
+    Breakage(
+        "recorded: kernels read the rows of the first call",
+        "execute/native/recorded.py",
+        "setattr(args, name, first[row] + offset)",
+        "pass",
+        (Law("kernels/test_recorded", "same_bits"), Law("kernels/test_recorded", "addresses")),
+    ),
+    Breakage(
+        "recorded: threads share memory",
+        "execute/native/recorded.py",
+        "form in _recordings, _recordings.pop(form, None)",
+        "form in _recordings, _recordings.get(form)",
+        (Law("kernels/test_recorded", "threads"),),
+    ),
+    Breakage(
+        "recorded: operations of torch are not repeated",
+        "execute/native/recorded.py",
+        "self.is_plain &= function.is_view",
+        "self.is_plain |= function.is_view",
+        (Law("kernels/test_recorded", "clusters"),),
+    ),
 )

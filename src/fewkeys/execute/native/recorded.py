@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import combinations
-from threading import Lock
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ MOST, MOST_BYTES = 256, 2**26
 _ALLOCATING = ("aten::empty_like", "aten::full", "aten::new_empty")
 _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""
-_LOCK = Lock()
 
 
 def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Tensor:
@@ -40,8 +38,8 @@ def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Ten
     if not _is_plain(x):
         return compute()
     form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
-    with _LOCK:
-        is_known, recording = form in _recordings, _recordings.pop(form, None)  # its memory is for one thread at a time
+    # Taken out, as its memory is for one thread at a time. No lock: another thread could hold it at a fork.
+    is_known, recording = form in _recordings, _recordings.pop(form, None)
     if recording is not None:
         try:
             output = recording.run(rows)
@@ -51,11 +49,20 @@ def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Ten
         output = compute()
     else:
         output, recording = _recorded(rows, compute)
-    with _LOCK:
-        _recordings[form] = recording
-        while len(_recordings) > MOST or sum(one.bytes for one in _recordings.values() if one) > MOST_BYTES:
-            del _recordings[next(iter(_recordings))]
+        _make_room(0 if recording is None else recording.bytes)
+    _recordings[form] = recording
     return output
+
+
+def _make_room(size: int) -> None:
+    """Forget the calls that were not repeated for longest, so that another one fits."""
+    known = list(_recordings.items())
+    count, size = len(known) + 1, size + sum(recording.bytes for _, recording in known if recording)
+    for form, recording in known:
+        if count <= MOST and size <= MOST_BYTES:
+            break
+        _recordings.pop(form, None)
+        count, size = count - 1, size - (recording.bytes if recording else 0)
 
 
 def _is_plain(x: Inputs) -> bool:
@@ -73,7 +80,10 @@ def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Te
     rows = *rows, output
     spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in rows]
     are_apart = not any(a.start in b or b.start in a for a, b in combinations(spans, 2))
-    return output, Recording(steps, spans, output) if watch.is_plain and are_apart and output.is_contiguous() else None
+    if not (watch.is_plain and are_apart and output.is_contiguous()):
+        return output, None
+    recording = Recording(steps, spans, output)
+    return output, recording if recording.bytes <= MOST_BYTES else None
 
 
 class _Watch(TorchDispatchMode):
