@@ -7,7 +7,6 @@ whose file another user could change after the check.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal.getsignal` takes longer: it looks for an enum
 import ctypes
 import hashlib
 import logging
@@ -23,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from signal import SIGINT, default_int_handler
+from signal import SIGINT, default_int_handler, getsignal
 from typing import Any
 
 import torch
@@ -70,19 +69,14 @@ class Kernels:
     digest: str
 
 
-_last: Kernels | str = "none were looked for"
-"""What the environment selected when `missing` was last asked: a call of kernels follows it at once."""
-
-
 def missing() -> str | None:
     """The reason why there are no compiled kernels, or None. Compiles them if necessary.
 
     Raises `ValueError` if `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` if there are no
     kernels of the set that it names.
     """
-    global _last
-    _last = _kernels()
-    return _last if isinstance(_last, str) else None
+    kernels = _kernels()
+    return kernels if isinstance(kernels, str) else None
 
 
 def instruction_set() -> str | None:
@@ -112,9 +106,9 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """
     if (steps := getattr(_recorder, "steps", None)) is not None:
         steps.append((name, problem, *dtypes))
-    library = _last.library if isinstance(_last, Kernels) else _library()
+    library = _library()
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
-    if threading.current_thread() is threading.main_thread() and _signal.getsignal(SIGINT) is default_int_handler:
+    if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
         library.fewkeys_watch()
     outcome = getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
     if outcome:
