@@ -1,4 +1,4 @@
-"""Which module imports which: no circles, and arrows that point down the table of rooms in CONTRIBUTING.md."""
+"""Which module imports which: no circles, and arrows that point down the table of packages in CONTRIBUTING.md."""
 
 import ast
 import re
@@ -38,7 +38,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def test_rooms_import_only_what_lies_below_them():
-    text = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | holds |")[2].partition("\n\n")[0]
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("| package | holds |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`([\w./]+)`", line.split("|")[1]) for line in text.splitlines() if "`" in line]
     height = {name: -row for row, names in enumerate(rows) for name in names}
     modules = {name for name in FILES if name not in {"fewkeys", "fewkeys.__main__"}}

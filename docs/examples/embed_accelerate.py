@@ -1,7 +1,7 @@
 """Embed documents in several processes with accelerate: every process loads the model and its plan once.
 
     pip install "fewkeys[hf]" sentence-transformers accelerate
-    fewkeys tune --model ID_OR_DIR --text FILE --out PLAN
+    python -c 'import fewkeys as fk; fk.budget(192).save_pretrained("PLAN")'
     torchrun --nproc-per-node 2 embed_accelerate.py \\
         --model ID_OR_DIR --plan PLAN --documents documents.jsonl --out embeddings.safetensors
 
@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     state = PartialState(cpu=not torch.cuda.is_available())
     encoder = SentenceTransformer(options.model, device=str(state.device))
-    fk.apply(encoder, fk.ModelPlan.from_pretrained(options.plan))
+    fk.apply(encoder, fk.Plan.from_pretrained(options.plan))
     texts = [json.loads(line)["text"] for line in Path(options.documents).read_text(encoding="utf-8").splitlines()]
     with state.split_between_processes(texts) as share:
         rows = encoder.encode(share, batch_size=1, convert_to_tensor=True).cpu()

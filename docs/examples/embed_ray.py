@@ -1,7 +1,7 @@
 """Embed documents over a cluster with Ray Data: every worker loads the model and its plan once.
 
     pip install "fewkeys[hf]" sentence-transformers "ray[data]"
-    fewkeys tune --model ID_OR_DIR --text FILE --out PLAN
+    python -c 'import fewkeys as fk; fk.budget(192).save_pretrained("PLAN")'
     python embed_ray.py --model ID_OR_DIR --plan PLAN --documents documents.jsonl --out DIR --workers 2
 
 documents.jsonl has one JSON object a line, with "text" and whatever else tells documents apart; DIR gets Parquet files
@@ -27,7 +27,7 @@ class Embedder:
     def __init__(self, model: str, plan: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self.encoder = SentenceTransformer(model, device="cpu")
-        fk.apply(self.encoder, fk.ModelPlan.from_pretrained(plan))
+        fk.apply(self.encoder, fk.Plan.from_pretrained(plan))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         rows = self.encoder.encode(list(batch["text"]), batch_size=1)

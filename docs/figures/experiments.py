@@ -133,6 +133,30 @@ def _encoders() -> str:
     return table(["encoder", "tokens", *titles], rows)
 
 
+SHORT = {
+    "minilm": "MiniLM",
+    "mpnet": "MPNet",
+    "whisper": "Whisper",
+    "vit": "MNIST",
+    "digits": "digits",
+    "albert": "ALBERT",
+    "twin": "the twin",
+}
+
+
+def _rules() -> str:
+    """What rules have, as multiples of the best rule for each model."""
+    chosen = read("experiments/encoders/results/encoders.json")["chosen"]
+    held_out = {row["model"]: row["error beside best rule"] for row in chosen["held_out"] if not row["and"]}
+    rows = {
+        "chosen on all models": chosen["excess"],
+        "chosen on the other models, mean error alone": held_out,
+        "`fk.budget`": chosen["excess of budget"],
+    }
+    cells = [[name, *(f"{ratios[model]:.2f}" for model in SHORT)] for name, ratios in rows.items()]
+    return table(["rule", *SHORT.values()], cells)
+
+
 def _budget_of(model: str, length: int, slots: int) -> float:
     """The mean error of `budget(slots)`."""
     plans = read("experiments/encoders/results/encoders.json")["errors"][f"{model} {length} {slots}"]
@@ -276,6 +300,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.plan": lambda: f"{_training_runs()[1][-1]['exact']:.2f}",
     "training.seconds": lambda: f"{_training_runs()[0][-1]['seconds']:.0f}",
     "encoders": _encoders,
+    "encoders.rules": _rules,
     "encoders.mpnet": lambda: f"{_budget_of('mpnet', 512, 64):.3f}",
     "decoders": _decoders,
     "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),

@@ -88,8 +88,16 @@ def _short() -> str:
     return table(["batch", "the model, ms", "under `fk.apply`, ms", "apply / the model"], rows)
 
 
+def _short_most() -> str:
+    """How much longer a short call takes under a plan, at most, per cent."""
+    return f"{100 * (max(row['over_exact'] for row in read('benchmarks/results/short.json')['rows']) - 1):.0f}"
+
+
 ENGINES = ("torch", "torch.compile", "onnxruntime", "openvino", "fewkeys", "fewkeys.compile")
-SHOWN = (*(("minilm", length) for length in (1024, 2048, 4096, 8192)), ("base", 2048), ("base", 4096))
+SHOWN = (
+    *(("minilm", length) for length in (1024, 2048, 4096, 8192)),
+    *(("base", length) for length in (1024, 2048, 4096)),
+)
 """Rows of the README."""
 
 
@@ -108,6 +116,13 @@ def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
     ]
     free = () if shapes else ("best engine / no attention",)
     return table(["model", "tokens", *ENGINES, "best engine / fewkeys", *free], rows)
+
+
+def _wrong() -> str:
+    """How much longer the base model of 1,024 tokens takes under `fk.apply` than in torch, per cent."""
+    rows = read("benchmarks/results/engines.json")["rows"]
+    ms = next(row["ms"] for row in rows if (row["model"], row["batch"], row["length"]) == ("base", 1, 1024))
+    return f"{100 * (ms['fewkeys'] / ms['torch'] - 1):.0f}"
 
 
 def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
@@ -142,6 +157,14 @@ def _whole_decoder() -> str:
         for name, row in rows
     ]
     return table(["", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan"], cells)
+
+
+def _whole_decoder_ratios() -> str:
+    """The time of exact attention over that of the plan: the longest prompt, and every token."""
+    results = read("benchmarks/results/whole_decoder.json")
+    rows = [("a prompt of", results["prefill"][-1]), *(("a token after", row) for row in results["token"])]
+    first, *parts = (f"{ratio(row['ratio'])} for {name} {row['tokens']:,}" for name, row in rows)
+    return f"{first} tokens, {' and '.join(parts)}"
 
 
 GPU = "benchmarks/results/gpu.json"
@@ -188,13 +211,16 @@ def _kernels() -> str:
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "short": _short,
+    "short.most": _short_most,
     "decoders.prefill": _decoders("prefill", 9, "tokens"),
     "decoders.token": _decoders("decoding", 9, "tokens before"),
     "engines": _engines,
     "engines.short": lambda: _engines(SHOWN),
+    "engines.wrong": _wrong,
     "bench.lengths": _lengths,
     "bench.forms": _forms,
     "bench.avx2": _avx2,
+    "bench.error": lambda: f"{_bench('cpu-error')[16384][PLAN]['error']:.3f}",
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
     "decode.megabytes": _decode("bytes", 1, 1e6),
@@ -202,6 +228,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
     "decoders.whole": _whole_decoder,
+    "decoders.whole-ratios": _whole_decoder_ratios,
     "gpu.calls": _gpu("calls", ("plan", "dtype"), (FLOAT32, "bfloat16")),
     "gpu.models": _gpu("models", ("model",), (FLOAT32,)),
     "gpu.more": _gpu_more,

@@ -76,13 +76,13 @@ Notes:
   windows too.
 - Models that cap their scores (Gemma 2) need `budget(slots, is_causal=True, memory="constant")`, or `ClusterMeans`
   without a first-order term. The other stand-ins are defined for softmax only.
-- Position biases are part of the score. The table of T5 and MPNet is exact on kept keys; the bias of a stand-in is
-  the logarithm of the mean of exp(bias) over its keys. Such plans must consist of windows and lists, with
-  `ClusterMeans` or nothing for the other keys, as `budget(slots)` does.
+- Plans for models with position biases (T5, MPNet) must consist of windows and lists, with `ClusterMeans` or nothing
+  for the other keys, as `budget(slots)` does ([details](transformers.md#position-biases)).
 - Models with ALiBi (BLOOM, MPT, Falcon) do not use the interface and are refused, as are GPT-J and GPT-Neo.
 - In {flags} rows the flag `is_causal` of the attention modules contradicts their mask. fewkeys follows the mask.
 - A number in square brackets refers to the list of reasons below the table. A reason is the beginning of the error
   message. "itself": the model cannot do this without fewkeys, either.
+- The [results](../experiments/families/results/families.json) also name the types that were not tested, and why.
 
 | | |
 |---|---|
@@ -119,8 +119,6 @@ def page(table: dict[str, Row], version: str) -> str:
             label = f"{name} ({row[FORM]})" if FORM in row else name
             lines.append(f"| {label} | {' | '.join(cell(row.get(column)) for column in COLUMNS)} |")
     lines += ["\n## Reasons\n", *(f"{number}. {reason}" for reason, number in reasons.items())]
-    lines += ["\n## Not tested\n", "| type | reason |", "|---|---|"]
-    lines += [f"| {name} | {_plain(row[UNTRIED] or '')} |" for name, row in table.items() if UNTRIED in row]
     return "\n".join(lines) + "\n"
 
 

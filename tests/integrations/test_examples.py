@@ -42,7 +42,7 @@ def folder(tmp_path):
     rows = [json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "documents.jsonl").write_text("".join(rows))
     (tmp_path / "loads").mkdir()
-    plan = fk.ModelPlan(((fk.budget(16).never_exact(),),) * 6)
+    plan = fk.budget(16).never_exact()
     plan.save_pretrained(tmp_path / "plan")
     encoder = sentence_transformers.SentenceTransformer(str(model_folder()), device="cpu")
     exact = encoder.encode(texts, batch_size=1, convert_to_tensor=True)

@@ -268,8 +268,8 @@ def timed(*series):
         ),
         (
             [(64, 0.012, (0.2, 0.5, 0.9))],
-            "Use exact attention up to 8,192 tokens: fk.budget(64) is not faster there, with an error of 1.2 % "
-            "(measured at 64 tokens).",
+            "Use exact attention up to 8,192 tokens. fk.budget(64) is not faster there; it comes with an error of "
+            "1.2 % (measured at 64 tokens).",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def _of_lengths(report: Report, row: Row) -> str:
         return f"{until}; for longer texts {name} is faster, {error}: {speed}."
     if last.ms < last.exact_ms:
         return f"From {first.length:,} tokens on, {name} is faster than exact attention, {error}: {speed}."
-    return f"Use exact attention up to {last.length:,} tokens: {name} is not faster there, {error}."
+    return f"Use exact attention up to {last.length:,} tokens. {name} is not faster there; it comes {error}."
 
 
 def _of_one_length(report: Report, row: Row) -> str:
