@@ -73,11 +73,6 @@ def leverage_scores_are_those_of_one_process(rank, world):
     for power in (1.0, 2.0):
         actual = fkd.leverage_scores(shard(k, rank, world, "even"), power)
         torch.testing.assert_close(actual, shard(levattention.leverage_scores(k, power), rank, world, "even"))
-    k = keys("scales")
-    actual = fkd.leverage_scores(shard(k, rank, world), ridge=0.1)
-    torch.testing.assert_close(
-        actual, shard(levattention.leverage_scores(k, ridge=0.1), rank, world), rtol=1e-9, atol=0
-    )
 
 
 def float32_scores_are_the_float64_ones_rounded(rank, world):
@@ -270,7 +265,6 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
         ("key dtype: expected the same", lambda: fkd.universal_set(k.float() if last else k, 0.1)),
         ("eps: expected the same on every rank, got 0.1 on rank 0", lambda: fkd.universal_set(k, 0.2 if last else 0.1)),
         ("power: expected the same", lambda: fkd.leverage_scores(k, 2.0 + last)),
-        ("ridge: expected the same", lambda: fkd.leverage_scores(k, ridge=0.1 * last)),
         ("query (heads): expected", lambda: fkd.attention(q[:, : 4 - 2 * last], k, v, keep=NORM)),
         ("value (dim): expected", lambda: fkd.attention(q, k, v[..., : 5 - last], keep=NORM)),
         ("keep, rest, weights: expected", lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3 + last))),
@@ -319,7 +313,6 @@ def what_is_not_supported_is_said(rank, world):
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
     raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.Moments()))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=NORM))
-    raises(ValueError, "ridge: expected 0, or a positive", lambda: fkd.leverage_scores(k, 3.0, 0.1))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))
     raises(ValueError, "timeout: expected a finite number in (0.0", lambda: fkd.Communicator(timeout=0))

@@ -161,16 +161,8 @@ def test_a_large_offset_hides_no_key_in_float32():
     torch.testing.assert_close(leverage_scores(k).double(), leverage_scores(k.double()), rtol=1e-4, atol=1e-5)
 
 
-def test_ridge():
+def test_a_power_that_is_not_positive_is_refused():
     k = keys("scales")
-    scores = leverage_scores(k, ridge=0.1)
-    eye = 0.1 * torch.eye(6, dtype=k.dtype)
-    expected = (k * torch.linalg.solve(k.mT @ k + eye, k.mT).mT).sum(-1)
-    torch.testing.assert_close(scores, expected)
-    assert (scores < leverage_scores(k)).all()
-    for arguments in ({"ridge": -1.0}, {"ridge": 0.1, "power": 3.0}):
-        with pytest.raises(ValueError, match=r"^ridge: expected 0, or a positive number with power=2"):
-            leverage_scores(k, **arguments)
     with pytest.raises(ValueError, match=r"^power: expected a finite number in \(0.0, inf\)"):
         leverage_scores(k, 0.0)
 

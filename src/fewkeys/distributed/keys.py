@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fewkeys.core.validation import check_real
 from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.totals import OverRanks
-from fewkeys.sketch.gram import gram64, score_rows, whitener
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
@@ -24,9 +22,7 @@ if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup
 
 
-def leverage_scores(
-    key: Tensor, power: float = 2.0, ridge: float = 0.0, *, group: ProcessGroup | Communicator | None = None
-) -> Tensor:
+def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None) -> Tensor:
     """The scores of this rank's keys against the keys of all ranks.
 
     A collective: every rank of the group calls it, with the same arguments apart from `key`.
@@ -34,7 +30,7 @@ def leverage_scores(
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
             ranks and be 0 on some.
-        power, ridge: as in `fewkeys.sketch.leverage.leverage_scores`.
+        power: as in `fewkeys.sketch.leverage.leverage_scores`.
         group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
             default group.
 
@@ -46,7 +42,7 @@ def leverage_scores(
         by at most 1e-6: their bound counts only where its own rounding is below that.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes for power 2 (one with a ridge), one more per step for Lewis weights, `8 B H m^2` for m
+        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m
         monomials. Cost O(N_local D^2) and as many steps as in one process.
 
     Raises:
@@ -60,15 +56,8 @@ def leverage_scores(
     with checking(comm, call):
         rows = check_shard(comm, key)
         power = check_real("power", power, above=0.0)
-        ridge = check_real("ridge", ridge)
-        if ridge < 0 or (ridge > 0 and power != 2):
-            raise ValueError(f"ridge: expected 0, or a positive number with power=2, got {ridge} with power={power}")
-    check_tokens(agree(comm, call, {**described(key), "power": power, "ridge": ridge}, key.shape[2]))
-    if not ridge:
-        return sensitivity_bounds(rows, power, OverRanks(comm)).to(rows.dtype)
-    matrix = comm.all_reduce(gram64(rows))
-    eye = torch.eye(rows.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return score_rows(rows.double(), whitener(matrix + ridge * eye)).to(rows.dtype)
+    check_tokens(agree(comm, call, {**described(key), "power": power}, key.shape[2]))
+    return sensitivity_bounds(rows, power, OverRanks(comm)).to(rows.dtype)
 
 
 def universal_set(

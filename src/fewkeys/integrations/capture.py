@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
+from fewkeys.core.validation import describe
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
-from fewkeys.integrations.sensitivity import Sensitivity, counted, described
+from fewkeys.integrations.sensitivity import Sensitivity, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -186,7 +187,7 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
         and inputs.is_floating_point() == bool(kind)
         and (name not in _SHAPES or inputs.ndim == axes.count(",") + 1)
     ):
-        raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {described(inputs)}")
+        raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {describe(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
     return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import describe
 from fewkeys.integrations.interface import attention_modules, is_causal
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part:
         return real
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
         raise ValueError(
-            f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {described(labels)}"
+            f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {describe(labels)}"
         )
     labelled = labels.cpu() != IGNORED
     if not has_decoder and any(is_causal(module) for module in attention_modules(model)):
@@ -104,10 +105,3 @@ def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part:
     if not bool((real & labelled).any()):
         raise ValueError(f"labels: expected some that are not {IGNORED}, got none; label what counts")
     return real & labelled
-
-
-def described(argument: object) -> str:
-    """The dtype and shape of a tensor, or the type of something else, for error messages."""
-    if isinstance(argument, Tensor):
-        return f"{argument.dtype} of shape {tuple(argument.shape)}"
-    return type(argument).__name__

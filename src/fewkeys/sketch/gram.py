@@ -26,7 +26,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
-def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
+def whitener(matrix: Tensor, tolerance: float) -> Tensor:
     """A square W (..., D, D) with `W W^T = matrix^+`, for symmetric positive semidefinite matrices.
 
     `cholesky_whitener` where it exists; otherwise the eigenvalues decide the rank in float64: those up to

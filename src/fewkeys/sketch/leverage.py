@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_finite, check_real, check_tensor
-from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows, whitener
+from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 ROUNDING = 1e-9
@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 @full_precision()
-def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tensor:
+def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
     """Upper bounds on the l_p sensitivity `sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p` of every key, p = `power`.
 
     power = 2: the sensitivity itself, the leverage score; the sum per head is r = rank(K). Other powers: Lewis
@@ -32,29 +32,19 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
     Args:
         key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.
         power: p > 0.
-        ridge: lambda >= 0, for power 2 only: `k_j^T (K^T K + lambda I)^-1 k_j`, the supremum with `lambda |y|^2` added
-            to the denominator.
 
     Returns:
         (B, H, N), in [0, 1], float64 for float64 input and float32 otherwise. Cost O(N D^2) for power 2,
         O(N D^2) per step (3 to 60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor powers of m columns.
 
     Raises:
-        TypeError, ValueError: `key` is not a finite floating tensor of rank 4, `power` is not positive, `ridge` is
-            negative or given with another power.
+        TypeError, ValueError: `key` is not a finite floating tensor of rank 4, `power` is not positive.
 
     Source: LevAttention (arXiv 2410.05462), section 2; Cohen and Peng (arXiv 1412.0588) for Lewis weights.
     """
     rows = working(check_tensor("key", key)).detach()
     power = check_real("power", power, above=0.0)
-    ridge = check_real("ridge", ridge)
-    if ridge < 0 or (ridge > 0 and power != 2):
-        raise ValueError(f"ridge: expected 0, or a positive number with power=2, got {ridge} with power={power}")
     check_finite(key=rows)
-    if ridge:
-        # A ridge far below the rounding of the Gram matrix gives the pseudoinverse, its limit.
-        eye = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-        return score_rows(rows, whitener(gram(rows) + ridge * eye))
     root = None if power != 2 or rows.dtype == torch.float64 else cholesky_whitener(gram(rows))
     if root is None:
         # float32 would treat directions below 1/400 of the strongest as absent.
