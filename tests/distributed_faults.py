@@ -78,7 +78,10 @@ def meet(rank, world, folder, fault, call, victim, seed):
 
 
 def wrong(folder, world, fault, call, victim):
-    """What is not as it must be: every rank that is there ends with an error that names the rank, in bounded time."""
+    """What is not as it must be: every rank that is there ends with an error, in bounded time.
+
+    What one rank does otherwise is said with its number.
+    """
     for rank in range(world):
         if rank == victim and fault in LOST:
             continue
@@ -87,7 +90,7 @@ def wrong(folder, world, fault, call, victim):
             return f"{fault}, {call}: rank {rank} of {world} did not end"
         message, seconds = json.loads(file.read_text())
         kind = "RuntimeError" if fault in (*LOST, "another call") else "ValueError"
-        named = rank == victim or re.search(rf"ranks? ([0-9], )*{victim}\b", message)
+        named = fault in LOST or rank == victim or re.search(rf"ranks? ([0-9], )*{victim}\b", message)
         if not message.startswith(kind) or not named or seconds > 2 * TIMEOUT + 5:
             return f"{fault} on rank {victim}, {call}: rank {rank} of {world} after {seconds:.1f} s: {message}"
     return None

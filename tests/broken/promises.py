@@ -235,13 +235,6 @@ PROMISES = (
         (Law("parts/test_distributed", "named and number"),),
     ),
     Breakage(
-        "the error names the rank: who is late is who is lost",
-        "distributed/communicator.py",
-        "lost = self._behind(self._name) or silent or late",
-        "lost = late",
-        (Law("parts/test_distributed", "merely_slow"),),
-    ),
-    Breakage(
         "the weights of the published hash: they are not looked at",
         "demo/__init__.py",
         '    check(folder / "model.safetensors", SHA256)\n',

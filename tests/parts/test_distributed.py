@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 import fewkeys.distributed as fkd
 from distributed_faults import OTHERS, meet, wrong
 from distributed_worker import CHECKS, TIMEOUT, lose_a_rank, run_checks
-from fewkeys.distributed import communicator
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +76,7 @@ def test_a_lost_rank_is_an_error_within_the_timeout(world, how, moment, launch, 
         assert waited(first, rank, world) < TIMEOUT + 5
         if moment == "forward":
             # The operation ended with the wait. In the background it would keep the process from its end.
-            assert waited(second, rank, world, ".*") < TIMEOUT / 2
+            assert waited(second, rank, world) < TIMEOUT / 2
 
 
 FAULTS = [(fault, "lists", 1) for fault in OTHERS] + [
@@ -89,7 +87,7 @@ FAULTS = [(fault, "lists", 1) for fault in OTHERS] + [
 
 
 @pytest.mark.parametrize(("fault", "call", "victim"), FAULTS)
-def test_a_rank_that_is_lost_or_does_something_else_is_named(fault, call, victim, launch, tmp_path):
+def test_a_rank_that_is_lost_or_does_something_else_is_an_error(fault, call, victim, launch, tmp_path):
     ranks = launch(meet, 3, tmp_path, fault, call, victim, 9)  # killed in the middle of a call
     for rank, process in enumerate(ranks):
         if rank != victim or fault in OTHERS:
@@ -97,10 +95,10 @@ def test_a_rank_that_is_lost_or_does_something_else_is_named(fault, call, victim
     assert wrong(tmp_path, 3, fault, call, victim) is None
 
 
-def waited(message, rank, world, named="rank 0"):
+def waited(message, rank, world):
     """The seconds that a message speaks of."""
     start = rf"distributed: rank {rank} of {world} waited (\S+) s for an all-\w+ of \d+ \w+ and got no answer"
-    actual = re.match(rf"{start}.*; {named} has failed or is slower than timeout={TIMEOUT}; ", message)
+    actual = re.match(rf"{start}.*; a rank has failed or is slower than timeout={TIMEOUT}; ", message)
     assert actual, message
     return float(actual[1])
 
@@ -122,38 +120,3 @@ def test_the_documented_example_runs_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # both may write to the same line
         assert re.search(rf"rank {rank} of 2: \(1, 4, 512, 32\), \d+ bytes sent", done.stdout), done.stdout
-
-
-class Board(dict):
-    """A store of ranks that others write to."""
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-    get, set = dict.__getitem__, dict.__setitem__
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "lost"),
-    [
-        ("here/1", "here/2 here/failed/2", "rank 1"),  # whose connection broke before rank 2 had come
-        ("here/1", "", "rank 2"),
-        ("here/1 here/failed/1", "here/2 here/failed/2", "rank 2"),
-        ("here/1 here/2 here/failed/2", "", "rank 1"),
-        ("", "", "one of the ranks 1, 2"),
-        ("here/1 here/2 here/failed/1 here/failed/2", "", "a rank that had come to it"),
-    ],
-)
-def test_who_was_merely_slow_is_not_called_lost(monkeypatch, first, later, lost):
-    """What rank 0 of 3 says, by what the ranks have told at first, and a little later."""
-    board = Board(dict.fromkeys(first.split(), "1"))
-    monkeypatch.setattr(communicator, "_store", lambda: board)
-    monkeypatch.setattr(communicator, "GRACE", 0.3)
-    monkeypatch.setitem(communicator._begun, "here", 0)
-    alone = object.__new__(communicator.Communicator)
-    alone.rank, alone.size, alone._name = 0, 3, "here"
-    alone._tell()
-    timer = threading.Timer(0.05, lambda: board.update(dict.fromkeys(later.split(), "1")))
-    timer.start()
-    assert alone._missing() == lost
-    timer.join()

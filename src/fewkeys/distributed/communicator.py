@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,14 +21,8 @@ if TYPE_CHECKING:  # torch may be built without them
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others by default."""
 
-GRACE = 1.0
-"""Seconds that a rank whose collective failed waits for the others to report the same."""
-
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
-
-_begun: Counter[str] = Counter()
-"""Collectives that this process has begun, by the name of the group."""
 
 
 class Communicator:
@@ -67,7 +59,6 @@ class Communicator:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.bytes_sent = 0
-        self._name = f"fewkeys/{group.group_name}"
         # "cpu:gloo,cuda:nccl"
         self._devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
@@ -139,7 +130,6 @@ class Communicator:
         exit for half an hour. The wait needs one, because with nccl only the GPU would wait.
         """
         start, reason = time.monotonic(), ""
-        self._tell()
         try:
             work = launch()
             work.wait(timedelta(seconds=self.timeout))
@@ -149,46 +139,14 @@ class Communicator:
             reason = str(error).partition("\n")[0]
         raise RuntimeError(
             f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} "
-            f"and got no answer{f' ({reason})' if reason else ''}; {self._missing()} has failed or is slower than "
+            f"and got no answer{f' ({reason})' if reason else ''}; a rank has failed or is slower than "
             f"timeout={self.timeout:g}; find it, and initialise a new process group, as this one is broken"
         )
-
-    def _tell(self) -> None:
-        """Store how many collectives this rank has begun."""
-        _begun[self._name] += 1
-        with suppress(Exception):  # without a store the others cannot be informed
-            _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
-
-    def _missing(self) -> str:
-        """The ranks that have not begun this collective, or do not report in time that it failed, by the store."""
-        failed, end = f"{self._name}/failed", time.monotonic() + GRACE
-        try:
-            _store().set(f"{failed}/{self.rank}", str(_begun[self._name]))
-            late = self._behind(self._name)
-            while (silent := self._behind(failed)) and time.monotonic() < end:
-                time.sleep(GRACE / 20)
-            # A late rank may have arrived and reported the failure by now: then it is not the missing one.
-            lost = self._behind(self._name) or silent or late
-        except Exception:  # any error of a store whose process has ended
-            return "rank 0, which keeps what the ranks know of each other, or another rank,"
-        if not lost:
-            return "a rank that had come to it"
-        return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
-
-    def _behind(self, name: str) -> list[str]:
-        """The ranks whose count under this name is not up to this rank's collectives."""
-        store, begun = _store(), _begun[self._name]
-        keys = {rank: f"{name}/{rank}" for rank in range(self.size)}
-        return [str(rank) for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < begun]
 
 
 def communicator(group: ProcessGroup | Communicator | None) -> Communicator:
     """`group` itself if it is a `Communicator`, else one around it."""
     return group if isinstance(group, Communicator) else Communicator(group)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _size(tensor: Tensor) -> str:
