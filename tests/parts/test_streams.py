@@ -1,15 +1,18 @@
 """Streams: whole, in pieces or token by token, the same outputs as attention on the whole sequence."""
 
+import copy
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewkeys as fk
 from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
-from fewkeys.memory import Stream
+from fewkeys.memory import Stream, coded
 from fewkeys.memory.parts import parts_of
 
 PLANS = {
@@ -257,6 +260,67 @@ def test_tokens_without_queries_are_remembered_too():
     actual = stream.attend(q[:, :, -1:])
     want = fk.attention(q[:, :, -1:], k, v, plan=FULL.never_exact(), is_causal=True, query_offset=149)
     torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
+
+
+class StopAt(TorchDispatchMode):
+    """Counts the operations of torch, and interrupts one of them."""
+
+    def __init__(self, place=None):
+        super().__init__()
+        self.place, self.count = place, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.place:
+            raise KeyboardInterrupt
+        return func(*args, **kwargs or {})
+
+
+HELD = {
+    **{name: (plan, None) for name, plan in RUNNING_PLANS.items()},
+    "scan": (SCAN.never_exact(), None),
+    "scan that turns to int8": (SCAN, "int8"),
+    "plans of heads": ([SCAN.never_exact(), FULL], "int8"),
+}
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(("plan", "leaves"), HELD.values(), ids=HELD)
+def test_a_call_that_is_interrupted_anywhere_changes_nothing(plan, leaves, is_padded, monkeypatch, tmp_path):
+    """The call again, of this stream and of its file, is as if it had never begun."""
+    monkeypatch.setattr(coded, "exact_length", lambda plan, *_: 90 if plan.exact_if_faster else 0)
+    (q, k, v), mask = SHAPES[1].draw(dtype=torch.float32), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, 72:80] = not is_padded
+    stream = Stream(plan, leaves=leaves)
+    feed(stream, q, k, v, mask, [70, 1])
+
+    def go_on(stream, mode=None):
+        stream.append(k[:, :, 71:110], v[:, :, 71:110], mask[:, 71:110])
+        with mode or nullcontext():
+            return stream.attend(q[:, :, 90:110])
+
+    counter = StopAt()
+    want = go_on(copy.deepcopy(stream), counter)
+    for place in range(counter.count, 9, -counter.count // 5):  # the first few check the queries
+        other = copy.deepcopy(stream)
+        with pytest.raises(KeyboardInterrupt):
+            go_on(other, StopAt(place))
+        assert other.length == 71
+        other.save(tmp_path / "stream")
+        for again in (Stream.load(tmp_path / "stream"), other):
+            assert torch.equal(go_on(again), want)
+
+
+def test_tokens_without_queries_stay_where_an_interrupt_came_before_they_were_added():
+    q, k, v = SHAPES[0].draw()
+    stream = fk.stream(FULL)
+    stream.append(k[:, :, :100], v[:, :, :100])
+    with pytest.raises(KeyboardInterrupt), StopAt(20):
+        stream.save("nowhere")
+    assert stream.length == 100
+    stream.append(k[:, :, 100:], v[:, :, 100:])
+    want = fk.attention(q[:, :, -1:], k, v, plan=FULL.never_exact(), is_causal=True, query_offset=149)
+    torch.testing.assert_close(stream.attend(q[:, :, -1:]), want, rtol=1e-8, atol=1e-9)
 
 
 REFUSED = {

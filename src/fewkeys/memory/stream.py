@@ -7,7 +7,8 @@ Memory   holds the tokens of a group: `Constant` in a fixed size, or `Coded`, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,10 +121,11 @@ class Stream:
         largest = check_query(query, tokens.key)
         self._pending = None
         first = tokens.key.shape[2] - query.shape[2]
-        if first:
-            self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
-            tokens = tokens.select(slice(None), slice(first, None))
-        return cast("Tensor", self._extend(query, largest, tokens))
+        with self._undone_by_errors():
+            if first:
+                self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
+                tokens = tokens.select(slice(None), slice(first, None))
+            return cast("Tensor", self._extend(query, largest, tokens))
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
@@ -249,8 +251,22 @@ class Stream:
     def _flush_pending(self) -> None:
         """Add tokens that no `attend` followed."""
         if self._pending is not None:
-            tokens, self._pending = self._pending, None
-            self._extend(None, 0.0, tokens)
+            with self._undone_by_errors():
+                self._extend(None, 0.0, self._pending)
+                self._pending = None
+
+    @contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """An error inside, or an interrupt, leaves all memories as they were."""
+        before = [*self._groups], self._processed, self._pending
+        counts = [(buffer, buffer.count) for group in self._groups for buffer in group.memory.buffers]
+        try:
+            yield
+        except BaseException:
+            self._groups, self._processed, self._pending = before
+            for buffer, count in counts:
+                buffer.count = count
+            raise
 
     def _begin(self, kind: Kind) -> None:
         """Make empty memories for tokens of this kind."""
