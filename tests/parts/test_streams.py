@@ -323,6 +323,18 @@ def test_tokens_without_queries_stay_where_an_interrupt_came_before_they_were_ad
     torch.testing.assert_close(stream.attend(q[:, :, -1:]), want, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("plan", [FULL, SCAN.never_exact()], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[::2], ids=["all real", "padded"])
+def test_a_caller_may_write_into_its_tensors_at_once(plan, shape):
+    q, k, v = shape.draw()
+    want = feed(fk.stream(plan), q, k, v, real(shape), [150])
+    stream, rows = fk.stream(plan), (k.clone(), v.clone(), real(shape))
+    stream.append(*rows)
+    for tensor in rows:
+        tensor.zero_()
+    assert torch.equal(stream.attend(q), want)
+
+
 REFUSED = {
     "a plan for the whole sequence": lambda s, q, k, v: fk.stream(fk.budget(64)),
     "exact attention": lambda s, q, k, v: fk.stream(fk.Plan()),
