@@ -170,9 +170,13 @@ def test_memory_does_not_grow(plan):
     assert len(sizes) == 1
 
 
-def test_sequences_can_be_selected_repeated_and_reordered():
+@pytest.mark.parametrize(
+    "index", [[1, 1, 0], torch.tensor([-1, -1, 0]), torch.tensor([False, True]), [True, True], [-2, 1]], ids=str
+)
+def test_sequences_can_be_selected_repeated_and_reordered(index):
+    """By any index of torch."""
     q, k, v = SHAPES[2].draw()
-    mask, index = real(SHAPES[2]), torch.tensor([1, 1, 0])
+    mask = real(SHAPES[2])
     one, many = fk.stream(FULL), fk.stream(FULL)
     feed(many, q[:, :, :75], k[:, :, :75], v[:, :, :75], mask[:, :75], [75])
     many.select(index)
@@ -347,6 +351,11 @@ REFUSED = {
     "values that do not match": lambda s, q, k, v: s.append(k, v[:, :, 1:]),
     "a mask of numbers": lambda s, q, k, v: s.append(k, v, torch.ones(2, 150)),
     "not a number": lambda s, q, k, v: s.append(k * float("nan"), v),
+    "no such sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0, 2]))),
+    "a mask of another batch": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([True]))),
+    "no sequences": lambda s, q, k, v: (s.append(k, v), s.select([])),
+    "sequences in a table": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([[0]]))),
+    "half a sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0.5]))),
     "another plan": lambda s, q, k, v: (s.append(k, v), s.merge(fk.stream(fk.Plan(fk.Sinks(1) | fk.Window(4))))),
     "memory that cannot be joined": lambda s, q, k, v: (
         s.append(k, v),

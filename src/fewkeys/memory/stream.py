@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -128,12 +128,16 @@ class Stream:
             return cast("Tensor", self._extend(query, largest, tokens))
 
     def select(self, index: Tensor) -> None:
-        """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
+        """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times.
+
+        As in torch, a negative index counts from the end, and booleans are a mask.
+        """
         if self._kind is None:
             return
-        index = index.to(self._kind.device)
-        if torch.equal(index, torch.arange(self._kind.batch, device=index.device)):  # beam search often keeps the order
+        index = _chosen(index, self._kind.batch)
+        if index.tolist() == [*range(self._kind.batch)]:  # beam search often keeps the order
             return
+        index = index.to(self._kind.device)
         if self._pending is not None:
             self._pending = self._pending.select(index, slice(None))
         self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
@@ -315,6 +319,15 @@ class Stream:
         self._groups = groups if real is None else [group.padded(real, self._processed) for group in groups]
         self._processed += key.shape[2]
         return output
+
+
+def _chosen(index: object, batch: int) -> Tensor:
+    """The numbers (M,) of the sequences that an index chooses, on the CPU, where an error of torch is harmless."""
+    with suppress(IndexError, RuntimeError, TypeError, ValueError):
+        chosen = torch.arange(batch, device="cpu")[torch.as_tensor(index, device="cpu")]
+        if chosen.ndim == 1 and len(chosen):
+            return chosen
+    raise ValueError(f"index: expected numbers of some of {batch} sequences, or a mask of them, got {index}")
 
 
 def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
