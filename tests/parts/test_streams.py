@@ -327,6 +327,27 @@ def test_tokens_without_queries_stay_where_an_interrupt_came_before_they_were_ad
     torch.testing.assert_close(stream.attend(q[:, :, -1:]), want, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("exact_until", [0, 60, 90])
+@pytest.mark.parametrize(("plan", "leaves"), HELD.values(), ids=HELD)
+def test_a_stream_of_inference_mode_goes_on_outside_it(plan, leaves, exact_until, monkeypatch):
+    monkeypatch.setattr(coded, "exact_length", lambda *_: exact_until)
+    (q, k, v), mask = SHAPES[1].draw(dtype=torch.float32), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, :71] = False
+    outputs = []
+    for mode in (nullcontext(), torch.inference_mode()):
+        stream = Stream(plan, leaves=leaves, undo=24)
+        with mode:
+            feed(stream, q, k, v, mask, [70, 1, 9])
+        one = copy.deepcopy(stream)
+        one.select([1, 0])
+        rest = [part.flip(0) for part in (q[:, :, 80:], k[:, :, 80:], v[:, :, 80:], mask[:, 80:])]
+        after = [feed(one, *rest, [1, 1, 68])]
+        stream.crop(79)
+        outputs.append([*after, feed(stream, q[:, :, 79:], k[:, :, 79:], v[:, :, 79:], mask[:, 79:], [1, 70])])
+    for without, within in zip(*outputs, strict=True):
+        assert torch.equal(without, within)
+
+
 @pytest.mark.parametrize("plan", [FULL, SCAN.never_exact()], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[::2], ids=["all real", "padded"])
 def test_a_caller_may_write_into_its_tensors_at_once(plan, shape):
