@@ -405,6 +405,36 @@ def test_what_one_stream_cannot_take_back_stays_in_all(plan):
     assert torch.equal(logits(model, ids[:, 110:], [20], cache), logits(model, ids[:, 110:], [20], other))
 
 
+@pytest.mark.parametrize(("make", "place"), [(llama, 1), (llama, 2), (diffllama, 1), (diffllama, 2)])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
+def test_a_call_that_stopped_midway_is_removed_or_refused(plan, make, place, monkeypatch):
+    """No layer answers after tokens that another does not have."""
+    model, ids = make(), tokens(2, 60)
+    cache, other = fk.cache(model, plan), fk.cache(model, plan)
+    want = logits(model, ids, [40, 20], other)[:, 40:]
+    logits(model, ids[:, :40], [40], cache)
+    left, extend = place, Stream._extend
+
+    def interrupted(*arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return extend(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stream, "_extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, ids[:, 40:], [20], cache)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^past_key_values: expected the same tokens .* got \[40, 60\] tokens"):
+            logits(model, ids[:, 40:], [20], cache)
+    cache.crop(0)
+    close(logits(model, ids[:, 40:], [20], cache), want)
+    cache.crop(-10)
+    assert {stream.length for layer in cache.layers for stream in layer.calls} == {50}
+
+
 def test_sequences_are_repeated_and_selected():
     model, ids = llama(), tokens(2, 30)
     one, other = fk.cache(model, FEW), fk.cache(model, FEW)

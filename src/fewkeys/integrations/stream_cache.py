@@ -164,15 +164,32 @@ class StreamCache(Cache):
             layer.closed = True
         self._attached()
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values; `ValueError` where an earlier call stopped between two layers."""
+        lengths = {stream.length for stream in self._streams} if layer_idx == 0 else ()
+        if len(lengths) > 1:
+            raise ValueError(
+                f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
+                "before did not reach its end; use crop(0) to remove its tokens, and call again"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if any stream cannot, and none does."""
+        """Remove the newest `-tokens_to_remove` of the tokens that all layers have, and those that only some have.
+
+        `ValueError` if any stream cannot, and none does.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        lengths = {stream: layer.get_seq_length() + tokens_to_remove for layer in self.layers for stream in layer.calls}
-        for stream, length in lengths.items():
+        length = min(stream.length for stream in self._streams) + tokens_to_remove
+        for stream in self._streams:
             stream.check_crop(length)
-        for stream, length in lengths.items():
-            stream.crop(length)
+        for layer in self.layers:
+            layer.is_waiting = False
+            for stream in layer.calls:
+                stream.crop(length)
 
     def memory(self) -> int:
         """Bytes held."""

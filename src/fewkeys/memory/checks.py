@@ -50,7 +50,7 @@ class NewTokens(NamedTuple):
 
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
-    """Copies of the tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
+    """Copies of tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
     k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
