@@ -108,6 +108,7 @@ class StreamLayer(CacheLayerMixin):
         stream.append(inputs.key, inputs.value, inputs.key_mask)
         return stream.attend(inputs.query)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
         return Length(query_length), self.get_seq_length()
@@ -164,6 +165,7 @@ class StreamCache(Cache):
             layer.closed = True
         self._attached()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
