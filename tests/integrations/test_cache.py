@@ -303,6 +303,40 @@ def test_a_mask_of_the_new_tokens_alone_is_refused():
         model(ids[:, 25:], attention_mask=torch.ones(2, 5), past_key_values=cache)
 
 
+LEFT, MORE, INSIDE = ((0, 0, 0, 1, 1, 1), (0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 0, 1))
+"""Masks of a sequence of 6 tokens; the other has none."""
+
+
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN, (SMALL_SCAN, FEW)], ids=["recent", "scan", "heads"])
+@pytest.mark.parametrize(
+    ("first", "second", "got"),
+    [
+        (None, LEFT, "3 entries that changed"),
+        (LEFT, None, "no mask"),
+        (LEFT, (1,) * 6, "3 entries that changed"),
+        (LEFT, MORE, "1 entries that changed"),
+        (INSIDE, LEFT, "1 entries that changed"),
+    ],
+)
+@torch.no_grad()
+def test_padding_of_earlier_tokens_stays_as_it_was(plan, first, second, got):
+    """The streams cannot take it back. A mask for tokens to come is longer."""
+
+    def mask(of_first):
+        return None if of_first is None else torch.tensor([[1] * 12, [*of_first, *[1] * 6]])
+
+    model, ids = llama(), tokens(2, 10)
+    cache, other = (fk.cache(model, [plan] * 3) for _ in range(2))
+    for one in (cache, other):
+        model(ids[:, :6], attention_mask=mask(first), past_key_values=one)
+    with pytest.raises(ValueError, match=f"^attention_mask: expected the padding of the 6 tokens .* got {got}"):
+        model(ids[:, 6:], attention_mask=mask(second), past_key_values=cache)
+    want = model(ids[:, 6:], attention_mask=mask(first), past_key_values=other).logits
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    swapped = None if first is None else mask(first).flip(0)
+    close(model(ids[:, 6:].flip(0), attention_mask=swapped, past_key_values=cache).logits.flip(0), want)
+
+
 def test_several_turns_from_one_prompt():
     """A copy of the cache goes its own way."""
     model, prompt = llama(), tokens(1, 40)

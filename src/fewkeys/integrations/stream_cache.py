@@ -108,10 +108,11 @@ class StreamLayer(CacheLayerMixin):
         stream.append(inputs.key, inputs.value, inputs.key_mask)
         return stream.attend(inputs.query)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
-        return Length(query_length), self.get_seq_length()
+        length, stream = Length(query_length), self.calls[0]
+        length.held = stream.key_mask
+        return length, stream.length
 
     def get_seq_length(self) -> int:
         """The number of all tokens so far, also of those that were summarised."""
@@ -166,17 +167,28 @@ class StreamCache(Cache):
         self._attached()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that `update` returns."""
+        self._check_lengths()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values; `ValueError` where an earlier call stopped between two layers."""
-        lengths = {stream.length for stream in self._streams} if layer_idx == 0 else ()
+        """The new keys and values; the streams hold the earlier ones."""
+        if layer_idx == 0:  # of a model that has made no mask
+            self._check_lengths()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_lengths(self) -> None:
+        """Raise `ValueError` where an earlier call stopped between two layers."""
+        lengths = {stream.length for stream in self._streams}
         if len(lengths) > 1:
             raise ValueError(
                 f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
                 "before did not reach its end; use crop(0) to remove its tokens, and call again"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` of the tokens that all layers have, and those that only some have.

@@ -127,6 +127,16 @@ class Stream:
                 tokens = tokens.select(slice(None), slice(first, None))
             return cast("Tensor", self._extend(query, largest, tokens))
 
+    def key_mask(self) -> Tensor:
+        """The `key_mask` (B, N) of all tokens so far."""
+        self._flush_pending()
+        batch, device = (0, None) if self._kind is None else (self._kind.batch, self._kind.device)
+        real = torch.ones(batch, self.length, dtype=torch.bool, device=device)
+        for group in self._groups:
+            for start, stop in group.gaps:
+                real[group.rows, start:stop] = False
+        return real
+
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times.
 
