@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import re
 from contextlib import nullcontext
 
@@ -402,6 +403,11 @@ def test_a_file_of_another_plan_or_model_is_refused(tmp_path):
     cache.save(tmp_path / "cache")
     with pytest.raises(ValueError, match="not a cache of 3 layers"):
         fk.cache(model, FEW).load(tmp_path / "cache")
+
+
+def test_a_cache_is_not_pickled():
+    with pytest.raises(TypeError, match=r"^past_key_values: .* use save\(path\)"):
+        pickle.dumps(fk.cache(llama(), FEW))
 
 
 @pytest.mark.parametrize("gone", [3, 24])

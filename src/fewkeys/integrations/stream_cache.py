@@ -243,6 +243,9 @@ class StreamCache(Cache):
                 raise ValueError(f"layer {number}: {error}") from None
         return restored
 
+    def __getstate__(self) -> None:
+        raise TypeError("past_key_values: expected a cache that can be pickled, got one of fewkeys; use save(path)")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()
         if model is None:
