@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import re
 from contextlib import nullcontext
 
@@ -303,6 +304,40 @@ def test_a_mask_of_the_new_tokens_alone_is_refused():
         model(ids[:, 25:], attention_mask=torch.ones(2, 5), past_key_values=cache)
 
 
+LEFT, MORE, INSIDE = ((0, 0, 0, 1, 1, 1), (0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 0, 1))
+"""Masks of a sequence of 6 tokens; the other has none."""
+
+
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN, (SMALL_SCAN, FEW)], ids=["recent", "scan", "heads"])
+@pytest.mark.parametrize(
+    ("first", "second", "got"),
+    [
+        (None, LEFT, "3 entries that changed"),
+        (LEFT, None, "no mask"),
+        (LEFT, (1,) * 6, "3 entries that changed"),
+        (LEFT, MORE, "1 entries that changed"),
+        (INSIDE, LEFT, "1 entries that changed"),
+    ],
+)
+@torch.no_grad()
+def test_padding_of_earlier_tokens_stays_as_it_was(plan, first, second, got):
+    """The streams cannot take it back. A mask for tokens to come is longer."""
+
+    def mask(of_first):
+        return None if of_first is None else torch.tensor([[1] * 12, [*of_first, *[1] * 6]])
+
+    model, ids = llama(), tokens(2, 10)
+    cache, other = (fk.cache(model, [plan] * 3) for _ in range(2))
+    for one in (cache, other):
+        model(ids[:, :6], attention_mask=mask(first), past_key_values=one)
+    with pytest.raises(ValueError, match=f"^attention_mask: expected the padding of the 6 tokens .* got {got}"):
+        model(ids[:, 6:], attention_mask=mask(second), past_key_values=cache)
+    want = model(ids[:, 6:], attention_mask=mask(first), past_key_values=other).logits
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    swapped = None if first is None else mask(first).flip(0)
+    close(model(ids[:, 6:].flip(0), attention_mask=swapped, past_key_values=cache).logits.flip(0), want)
+
+
 def test_several_turns_from_one_prompt():
     """A copy of the cache goes its own way."""
     model, prompt = llama(), tokens(1, 40)
@@ -370,6 +405,11 @@ def test_a_file_of_another_plan_or_model_is_refused(tmp_path):
         fk.cache(model, FEW).load(tmp_path / "cache")
 
 
+def test_a_cache_is_not_pickled():
+    with pytest.raises(TypeError, match=r"^past_key_values: .* use save\(path\)"):
+        pickle.dumps(fk.cache(llama(), FEW))
+
+
 @pytest.mark.parametrize("gone", [3, 24])
 @pytest.mark.parametrize(
     "plan",
@@ -403,6 +443,36 @@ def test_what_one_stream_cannot_take_back_stays_in_all(plan):
     with pytest.raises(ValueError, match="summarised"):
         cache.crop(-100)
     assert torch.equal(logits(model, ids[:, 110:], [20], cache), logits(model, ids[:, 110:], [20], other))
+
+
+@pytest.mark.parametrize(("make", "place"), [(llama, 1), (llama, 2), (diffllama, 1), (diffllama, 2)])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
+def test_a_call_that_stopped_midway_is_removed_or_refused(plan, make, place, monkeypatch):
+    """No layer answers after tokens that another does not have."""
+    model, ids = make(), tokens(2, 60)
+    cache, other = fk.cache(model, plan), fk.cache(model, plan)
+    want = logits(model, ids, [40, 20], other)[:, 40:]
+    logits(model, ids[:, :40], [40], cache)
+    left, extend = place, Stream._extend
+
+    def interrupted(*arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return extend(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stream, "_extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, ids[:, 40:], [20], cache)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^past_key_values: expected the same tokens .* got \[40, 60\] tokens"):
+            logits(model, ids[:, 40:], [20], cache)
+    cache.crop(0)
+    close(logits(model, ids[:, 40:], [20], cache), want)
+    cache.crop(-10)
+    assert {stream.length for layer in cache.layers for stream in layer.calls} == {50}
 
 
 def test_sequences_are_repeated_and_selected():

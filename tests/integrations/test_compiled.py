@@ -8,6 +8,7 @@ import torch
 from experiments.families.build import kinds
 from experiments.families.trial import cases, run, runnable
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
@@ -15,7 +16,7 @@ from encoders import modernbert
 from fewkeys.integrations.interface import attach
 from fewkeys.integrations.operator import TYPES, mask_of_keys
 from fewkeys.integrations.terms import attend
-from tiny_models import bert, llama, tokens
+from tiny_models import GROUPED, bert, close, llama, tokens
 
 SHAPE = SHAPES["grouped"]
 # Torch looks at the gradients of what it hands over at a break.
@@ -268,6 +269,18 @@ def test_a_plan_of_another_thread_changes_nothing(is_training):
             done.set()
             thread.join()
     torch.testing.assert_close(actual[real.bool()], want[real.bool()])
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_a_compiled_decoder_takes_calls_of_any_length_from_its_cache():
+    """From the third length on, a graph is for every length."""
+    model, ids = LlamaForCausalLM(LlamaConfig(**GROUPED | {"num_hidden_layers": 1})).eval(), tokens(2, 30)
+    cache, want = fk.cache(model, fk.Plan(fk.Window(40))), model(ids).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    actual = [compiled(part, past_key_values=cache).logits for part in ids.split((20, 1, 9), 1)]
+    close(torch.cat(actual, 1), want)
 
 
 @torch.no_grad()

@@ -1,15 +1,18 @@
 """Streams: whole, in pieces or token by token, the same outputs as attention on the whole sequence."""
 
+import copy
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewkeys as fk
 from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
-from fewkeys.memory import Stream
+from fewkeys.memory import Stream, coded
 from fewkeys.memory.parts import parts_of
 
 PLANS = {
@@ -167,9 +170,13 @@ def test_memory_does_not_grow(plan):
     assert len(sizes) == 1
 
 
-def test_sequences_can_be_selected_repeated_and_reordered():
+@pytest.mark.parametrize(
+    "index", [[1, 1, 0], torch.tensor([-1, -1, 0]), torch.tensor([False, True]), [True, True], [-2, 1]], ids=str
+)
+def test_sequences_can_be_selected_repeated_and_reordered(index):
+    """By any index of torch."""
     q, k, v = SHAPES[2].draw()
-    mask, index = real(SHAPES[2]), torch.tensor([1, 1, 0])
+    mask = real(SHAPES[2])
     one, many = fk.stream(FULL), fk.stream(FULL)
     feed(many, q[:, :, :75], k[:, :, :75], v[:, :, :75], mask[:, :75], [75])
     many.select(index)
@@ -259,6 +266,100 @@ def test_tokens_without_queries_are_remembered_too():
     torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
+class StopAt(TorchDispatchMode):
+    """Counts the operations of torch, and interrupts one of them."""
+
+    def __init__(self, place=None):
+        super().__init__()
+        self.place, self.count = place, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.place:
+            raise KeyboardInterrupt
+        return func(*args, **kwargs or {})
+
+
+HELD = {
+    **{name: (plan, None) for name, plan in RUNNING_PLANS.items()},
+    "scan": (SCAN.never_exact(), None),
+    "scan that turns to int8": (SCAN, "int8"),
+    "plans of heads": ([SCAN.never_exact(), FULL], "int8"),
+}
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(("plan", "leaves"), HELD.values(), ids=HELD)
+def test_a_call_that_is_interrupted_anywhere_changes_nothing(plan, leaves, is_padded, monkeypatch, tmp_path):
+    """The call again, of this stream and of its file, is as if it had never begun."""
+    monkeypatch.setattr(coded, "exact_length", lambda plan, *_: 90 if plan.exact_if_faster else 0)
+    (q, k, v), mask = SHAPES[1].draw(dtype=torch.float32), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, 72:80] = not is_padded
+    stream = Stream(plan, leaves=leaves)
+    feed(stream, q, k, v, mask, [70, 1])
+
+    def go_on(stream, mode=None):
+        stream.append(k[:, :, 71:110], v[:, :, 71:110], mask[:, 71:110])
+        with mode or nullcontext():
+            return stream.attend(q[:, :, 90:110])
+
+    counter = StopAt()
+    want = go_on(copy.deepcopy(stream), counter)
+    for place in range(counter.count, 9, -counter.count // 5):  # the first few check the queries
+        other = copy.deepcopy(stream)
+        with pytest.raises(KeyboardInterrupt):
+            go_on(other, StopAt(place))
+        assert other.length == 71
+        other.save(tmp_path / "stream")
+        for again in (Stream.load(tmp_path / "stream"), other):
+            assert torch.equal(go_on(again), want)
+
+
+def test_tokens_without_queries_stay_where_an_interrupt_came_before_they_were_added():
+    q, k, v = SHAPES[0].draw()
+    stream = fk.stream(FULL)
+    stream.append(k[:, :, :100], v[:, :, :100])
+    with pytest.raises(KeyboardInterrupt), StopAt(20):
+        stream.save("nowhere")
+    assert stream.length == 100
+    stream.append(k[:, :, 100:], v[:, :, 100:])
+    want = fk.attention(q[:, :, -1:], k, v, plan=FULL.never_exact(), is_causal=True, query_offset=149)
+    torch.testing.assert_close(stream.attend(q[:, :, -1:]), want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("exact_until", [0, 60, 90])
+@pytest.mark.parametrize(("plan", "leaves"), HELD.values(), ids=HELD)
+def test_a_stream_of_inference_mode_goes_on_outside_it(plan, leaves, exact_until, monkeypatch):
+    monkeypatch.setattr(coded, "exact_length", lambda *_: exact_until)
+    (q, k, v), mask = SHAPES[1].draw(dtype=torch.float32), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, :71] = False
+    outputs = []
+    for mode in (nullcontext(), torch.inference_mode()):
+        stream = Stream(plan, leaves=leaves, undo=24)
+        with mode:
+            feed(stream, q, k, v, mask, [70, 1, 9])
+        one = copy.deepcopy(stream)
+        one.select([1, 0])
+        rest = [part.flip(0) for part in (q[:, :, 80:], k[:, :, 80:], v[:, :, 80:], mask[:, 80:])]
+        after = [feed(one, *rest, [1, 1, 68])]
+        stream.crop(79)
+        outputs.append([*after, feed(stream, q[:, :, 79:], k[:, :, 79:], v[:, :, 79:], mask[:, 79:], [1, 70])])
+    for without, within in zip(*outputs, strict=True):
+        assert torch.equal(without, within)
+
+
+@pytest.mark.parametrize("plan", [FULL, SCAN.never_exact()], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[::2], ids=["all real", "padded"])
+def test_a_caller_may_write_into_its_tensors_at_once(plan, shape):
+    q, k, v = shape.draw()
+    want = feed(fk.stream(plan), q, k, v, real(shape), [150])
+    stream, rows = fk.stream(plan), (k.clone(), v.clone(), real(shape))
+    stream.append(*rows)
+    for tensor in rows:
+        tensor.zero_()
+    assert torch.equal(stream.attend(q), want)
+
+
 REFUSED = {
     "a plan for the whole sequence": lambda s, q, k, v: fk.stream(fk.budget(64)),
     "exact attention": lambda s, q, k, v: fk.stream(fk.Plan()),
@@ -271,6 +372,11 @@ REFUSED = {
     "values that do not match": lambda s, q, k, v: s.append(k, v[:, :, 1:]),
     "a mask of numbers": lambda s, q, k, v: s.append(k, v, torch.ones(2, 150)),
     "not a number": lambda s, q, k, v: s.append(k * float("nan"), v),
+    "no such sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0, 2]))),
+    "a mask of another batch": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([True]))),
+    "no sequences": lambda s, q, k, v: (s.append(k, v), s.select([])),
+    "sequences in a table": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([[0]]))),
+    "half a sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0.5]))),
     "another plan": lambda s, q, k, v: (s.append(k, v), s.merge(fk.stream(fk.Plan(fk.Sinks(1) | fk.Window(4))))),
     "memory that cannot be joined": lambda s, q, k, v: (
         s.append(k, v),

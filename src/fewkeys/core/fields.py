@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 LEAST = 256
@@ -57,7 +58,8 @@ class Buffer:
 
     @staticmethod
     def _moved(rows: Tensor, room: int) -> Tensor:
-        storage = rows.new_empty((*rows.shape[:-2], room, rows.shape[-1]))
+        with torch.inference_mode(False):  # or it could not be written to after `torch.inference_mode`
+            storage = rows.new_empty((*rows.shape[:-2], room, rows.shape[-1]))
         storage[..., : rows.shape[-2], :] = rows
         return storage
 

@@ -27,6 +27,9 @@ LOCK = threading.RLock()
 class Length(int):
     """The number of keys of a call that passes only new keys; a stream holds the earlier ones."""
 
+    held: Callable[[], Tensor]
+    """The mask (B, N) of the earlier keys, False for padding."""
+
 
 streams = WeakIdKeyDictionary()
 """`streams[key](inputs)` appends the tensor of new keys, with its values, to a stream of a cache, and attends."""

@@ -140,9 +140,24 @@ def key_mask(
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
             mask = mask * real
+    if kv_offset and isinstance(kv_length, Length):
+        _check_past(kv_length.held(), attention_mask, batch_size)
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
+
+
+def _check_past(held: Tensor, given: Tensor | None, batch_size: int) -> None:
+    """Raise `ValueError` unless a mask says the same of earlier tokens as those of the calls before, `held` (B, N)."""
+    if batch_size != len(held):  # the stream refuses this batch
+        return
+    other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
+    if bool(other.any()):
+        got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
+        raise ValueError(
+            f"attention_mask: expected the padding of the {held.shape[1]} tokens in the cache to stay as it was, got "
+            f"{got}; pass the mask of all tokens so far, with the entries of the calls before, or fill another cache"
+        )
 
 
 def whole_mask(window: int | None, shape: tuple[int, int], device: torch.device | None) -> Tensor:

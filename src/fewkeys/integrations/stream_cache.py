@@ -110,7 +110,9 @@ class StreamLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
-        return Length(query_length), self.get_seq_length()
+        length, stream = Length(query_length), self.calls[0]
+        length.held = stream.key_mask
+        return length, stream.length
 
     def get_seq_length(self) -> int:
         """The number of all tokens so far, also of those that were summarised."""
@@ -164,15 +166,44 @@ class StreamCache(Cache):
             layer.closed = True
         self._attached()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that `update` returns."""
+        self._check_lengths()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values; the streams hold the earlier ones."""
+        if layer_idx == 0:  # of a model that has made no mask
+            self._check_lengths()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_lengths(self) -> None:
+        """Raise `ValueError` where an earlier call stopped between two layers."""
+        lengths = {stream.length for stream in self._streams}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
+                "before did not reach its end; use crop(0) to remove its tokens, and call again"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens; `ValueError` if any stream cannot, and none does."""
+        """Remove the newest `-tokens_to_remove` of the tokens that all layers have, and those that only some have.
+
+        `ValueError` if any stream cannot, and none does.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        lengths = {stream: layer.get_seq_length() + tokens_to_remove for layer in self.layers for stream in layer.calls}
-        for stream, length in lengths.items():
+        length = min(stream.length for stream in self._streams) + tokens_to_remove
+        for stream in self._streams:
             stream.check_crop(length)
-        for stream, length in lengths.items():
-            stream.crop(length)
+        for layer in self.layers:
+            layer.is_waiting = False
+            for stream in layer.calls:
+                stream.crop(length)
 
     def memory(self) -> int:
         """Bytes held."""
@@ -211,6 +242,9 @@ class StreamCache(Cache):
             except files.FAULTS as error:
                 raise ValueError(f"layer {number}: {error}") from None
         return restored
+
+    def __getstate__(self) -> None:
+        raise TypeError("past_key_values: expected a cache that can be pickled, got one of fewkeys; use save(path)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, Self, get_args
 import torch
 from torch import Tensor
 
+from fewkeys.core.fields import Buffer
 from fewkeys.memory.checks import Kind
 from fewkeys.plan import Plan
 
@@ -54,6 +55,10 @@ class Memory(Protocol):
     @property
     def kind(self) -> Kind:
         """The kind of its tokens."""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What `extend` changes in place."""
 
     @property
     def fewest(self) -> int:

@@ -50,7 +50,7 @@ class NewTokens(NamedTuple):
 
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
-    """The tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
+    """Copies of tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
     k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
@@ -58,7 +58,10 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
             f"{tuple(v.shape[:3])}, {v.dtype} on {v.device}"
         )
     real = check_valid(None, key_mask, k)
-    if real is not None:
+    if real is None:
+        k, v = k.clone(), v.clone()
+    else:
+        real = real.clone()
         k, v = (rows.masked_fill(~real[:, None, :, None], 0.0) for rows in (k, v))
     tokens = NewTokens(k, v, real, largest_entries(k, v))
     if before is not None and tokens.kind != before:

@@ -83,6 +83,11 @@ class Coded(Fields):
         return Kind.of(self.rows.key.storage, self.rows.value.storage, self.rows.dtype)
 
     @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        later = () if self.later is None else self.later.buffers
+        return (*self.rows.buffers, *later, self.codes, self.sigma, self.sums)
+
+    @property
     def fewest(self) -> int:
         return 0
 
@@ -183,7 +188,7 @@ class Coded(Fields):
     @property
     def _held(self) -> tuple[Tensor, ...]:
         """All tensors that a kernel reads."""
-        return tuple(buffer.storage for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
+        return tuple(buffer.storage for buffer in self.buffers)
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self.rows.read(0, self.rows.count))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.extent import LARGEST
-from fewkeys.core.fields import DERIVED, Fields
+from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax, Weights, positive
@@ -56,6 +56,10 @@ class Constant(Fields):
     @property
     def kind(self) -> Kind:
         return Kind.of(self.state.near.key, self.state.near.value, self.dtype)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return ()
 
     @property
     def fewest(self) -> int:

@@ -7,7 +7,8 @@ Memory   holds the tokens of a group: `Constant` in a fixed size, or `Coded`, wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,18 +121,33 @@ class Stream:
         largest = check_query(query, tokens.key)
         self._pending = None
         first = tokens.key.shape[2] - query.shape[2]
-        if first:
-            self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
-            tokens = tokens.select(slice(None), slice(first, None))
-        return cast("Tensor", self._extend(query, largest, tokens))
+        with self._undone_by_errors():
+            if first:
+                self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
+                tokens = tokens.select(slice(None), slice(first, None))
+            return cast("Tensor", self._extend(query, largest, tokens))
+
+    def key_mask(self) -> Tensor:
+        """The `key_mask` (B, N) of all tokens so far."""
+        self._flush_pending()
+        batch, device = (0, None) if self._kind is None else (self._kind.batch, self._kind.device)
+        real = torch.ones(batch, self.length, dtype=torch.bool, device=device)
+        for group in self._groups:
+            for start, stop in group.gaps:
+                real[group.rows, start:stop] = False
+        return real
 
     def select(self, index: Tensor) -> None:
-        """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times."""
+        """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times.
+
+        As in torch, a negative index counts from the end, and booleans are a mask.
+        """
         if self._kind is None:
             return
-        index = index.to(self._kind.device)
-        if torch.equal(index, torch.arange(self._kind.batch, device=index.device)):  # beam search often keeps the order
+        index = _chosen(index, self._kind.batch)
+        if index.tolist() == [*range(self._kind.batch)]:  # beam search often keeps the order
             return
+        index = index.to(self._kind.device)
         if self._pending is not None:
             self._pending = self._pending.select(index, slice(None))
         self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
@@ -249,8 +265,22 @@ class Stream:
     def _flush_pending(self) -> None:
         """Add tokens that no `attend` followed."""
         if self._pending is not None:
-            tokens, self._pending = self._pending, None
-            self._extend(None, 0.0, tokens)
+            with self._undone_by_errors():
+                self._extend(None, 0.0, self._pending)
+                self._pending = None
+
+    @contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
+        """An error inside, or an interrupt, leaves all memories as they were."""
+        before = [*self._groups], self._processed, self._pending
+        counts = [(buffer, buffer.count) for group in self._groups for buffer in group.memory.buffers]
+        try:
+            yield
+        except BaseException:
+            self._groups, self._processed, self._pending = before
+            for buffer, count in counts:
+                buffer.count = count
+            raise
 
     def _begin(self, kind: Kind) -> None:
         """Make empty memories for tokens of this kind."""
@@ -299,6 +329,15 @@ class Stream:
         self._groups = groups if real is None else [group.padded(real, self._processed) for group in groups]
         self._processed += key.shape[2]
         return output
+
+
+def _chosen(index: object, batch: int) -> Tensor:
+    """The numbers (M,) of the sequences that an index chooses, on the CPU, where an error of torch is harmless."""
+    with suppress(IndexError, RuntimeError, TypeError, ValueError):
+        chosen = torch.arange(batch, device="cpu")[torch.as_tensor(index, device="cpu")]
+        if chosen.ndim == 1 and len(chosen):
+            return chosen
+    raise ValueError(f"index: expected numbers of some of {batch} sequences, or a mask of them, got {index}")
 
 
 def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
