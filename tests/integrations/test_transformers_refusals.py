@@ -81,6 +81,7 @@ def faked(model, ids):
 RECORDERS = {
     "trace": partial(torch.jit.trace, check_trace=False),
     "export": torch.export.export,
+    "strict export": partial(torch.export.export, strict=True),
     "fake tensors": faked,
 }
 
