@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 import encoders
@@ -191,6 +192,47 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
     assert run(long, "--out", out, "--prompt", "a ", folder) == 0
     assert len(passes) == 7 + 6
     assert not work.exists()
+
+
+def edited(folder, file, **changes):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def scaled(folder, file, name):
+    """Change one weight."""
+    weights = load_file(folder / file)
+    save_file(weights | {name: 2 * weights[name]}, folder / file, {"format": "pt"})
+
+
+def without_the_last_module(folder):
+    path = folder / "modules.json"
+    path.write_text(json.dumps(json.loads(path.read_text())[:-1]))
+
+
+CHANGES = {
+    "pooling": lambda folder: edited(folder, "1_Pooling/config.json", pooling_mode="cls"),
+    "no normalisation": without_the_last_module,
+    "dense layer": lambda folder: scaled(folder, "2_Dense/model.safetensors", "linear.bias"),
+    "embeddings": lambda folder: scaled(folder, "model.safetensors", "embeddings.word_embeddings.weight"),
+    "activation": lambda folder: edited(folder, "config.json", hidden_act="relu"),
+    "tokenizer": lambda folder: edited(folder, "tokenizer.json", normalizer={"type": "Prepend", "prepend": "few "}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_vectors_of_another_encoder_in_the_same_folder_are_not_kept(change, tmp_path, monkeypatch):
+    model = encoders.save_encoder(tmp_path, encoders.bert(), modules.Dense(16, 4), modules.Normalize())
+    (tmp_path / "a.txt").write_text(words(30))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(vectors.FinishedTexts, "remove", lambda kept: None)
+        assert run(model, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    before = columns(tmp_path / "v.npz")["vectors"]
+    CHANGES[change](model)
+    assert run(model, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    assert run(model, "--out", tmp_path / "fresh.npz", tmp_path / "a.txt") == 0
+    assert same(tmp_path / "v.npz", tmp_path / "fresh.npz")
+    assert not np.allclose(columns(tmp_path / "v.npz")["vectors"], before, atol=1e-3)
 
 
 def test_thousands_of_files(short, tmp_path, capsys):

@@ -129,8 +129,6 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     """The encoder, its plan, and the settings that the vectors depend on."""
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed
-    from fewkeys.integrations.capture import weights_of
-    from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.loading import load_encoder
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
@@ -147,7 +145,7 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     settings = {
         "fewkeys": VERSION,
         "model": arguments.model,
-        "weights": weights_of(attention_modules(encoder)),
+        "encoder": embed.digest(encoder),
         "plan": plan.to_dict(),
         "prompt": prompt,
         "chunk": arguments.chunk,
