@@ -49,6 +49,7 @@ def folder(tmp_path):
     (root / ".hidden").write_text(words(5))
     (root / "empty.txt").touch()
     (root / "sub" / "blank.txt").write_text(" \n\t")
+    (root / "zero.txt").write_text("\u200b\n", encoding="utf-8")
     (root / "latin.txt").write_bytes(b"caf\xe9")
     (root / "paper.pdf").write_bytes(b"%PDF-1.4\n1 0 obj\nendobj\n%%EOF\n")
     (root / "sub" / "picture.png").write_bytes(b"\x89PNG\0\0words")
@@ -85,6 +86,7 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
     assert {Path(name).name: reason for name, reason in printed["skipped"].items()} == {
         "empty.txt": "is empty or blank",
         "blank.txt": "is empty or blank",
+        "zero.txt": "makes no token",
         "latin.txt": "is not UTF-8",
         "paper.pdf": "is a PDF (pdftotext extracts its text)",
         "picture.png": "is binary",
@@ -359,6 +361,8 @@ def test_other_layouts_of_a_folder(tmp_path):
 
 
 BAD = {
+    "a file without a token": ([], "zero.txt", "zero.txt: expected some text, got none that makes a token"),
+    "a folder without a token": ([], "sub/zero", "FILE_OR_FOLDER: expected at least one text that makes a token, got"),
     "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
     "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, but"),
     "no text in the folder": ([], "sub/odd", "got none in .*odd: .*nothing.txt is empty or blank"),
@@ -381,6 +385,9 @@ def test_bad_input_is_one_line(name, short, folder, tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     (folder / "sub" / "odd").mkdir()
     (folder / "sub" / "odd" / "nothing.txt").touch()
+    (folder / "sub" / "zero").mkdir()
+    (folder / "zero.txt").rename(folder / "sub" / "zero" / "zero.txt")
+    (folder / "zero.txt").symlink_to(folder / "sub" / "zero" / "zero.txt")
     options, text, message = BAD[name]
     assert run(short, *(options if "--out" in options else ["--out", "v.npz", *options]), folder / text) == 2
     said = capsys.readouterr()

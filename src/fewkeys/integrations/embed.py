@@ -34,6 +34,10 @@ SAMPLE = 64
 """Numbers read of each weight, to identify an encoder."""
 
 
+class NoTokenError(ValueError):
+    """A text of which the tokenizer makes no token."""
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """The vectors (C, d) of C parts of a text, the characters [start, stop) of each, and the number of its tokens."""
@@ -244,7 +248,7 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     marked = zip(offsets, encoding["special_tokens_mask"], strict=True)
     of_text = [i for i, ((_, stop), special) in enumerate(marked) if not special and stop > 0]
     if not of_text:
-        raise ValueError("text: expected some text, got none that makes a token")
+        raise NoTokenError("text: expected some text, got none that makes a token")
     return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
 
 
