@@ -328,6 +328,20 @@ def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     assert columns(out)["tokens"].max() <= 30
 
 
+def test_the_oldest_numpy_writes_the_same_arrays(short, tmp_path, monkeypatch):
+    """Before 2.2, every keyword of `savez` is an array."""
+    (tmp_path / "a.txt").write_text(words(20))
+    savez, names = np.savez, ["path", "start", "stop", "tokens", "error", "vectors", "settings"]
+
+    def old(file, *args, **arrays):
+        assert sorted(arrays) == sorted(names)
+        savez(file, *args, **arrays)
+
+    monkeypatch.setattr(np, "savez", old)
+    assert run(short, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    assert sorted(columns(tmp_path / "v.npz")) == sorted(names)
+
+
 def test_parquet(short, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text(words(20))
     monkeypatch.setattr(embed, "find_spec", lambda name: None)
