@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,7 +209,11 @@ class Places:
             ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]
             spans = [(max(0, self.offsets[first][0]), self.offsets[last - 1][1]) for first, last in ranges]
         else:
-            spans = [(int(start), int(stop)) for start, stop in chunks]
+            try:
+                spans = [(index(start), index(stop)) for start, stop in chunks]
+            except (TypeError, ValueError):
+                what = "a number of tokens, spans (start, stop) of characters, or None"
+                raise TypeError(f"chunks: expected {what}, got {chunks!r:.80}") from None
             if not spans:
                 raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
             ranges = [self._within(span) for span in spans]
