@@ -1,5 +1,6 @@
 """What a model may ask of its attention and a plan does not give is refused, never answered wrongly."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -39,6 +40,16 @@ def test_attention_weights_are_refused(name, how):
     with apply(model, EXACT), pytest.raises(ValueError, match="output_attentions"):
         run(model, input_ids=tokens(), **asked)
     run(model, input_ids=tokens(), **asked)
+
+
+def test_a_model_from_a_copied_configuration_is_told_how_to_give_weights():
+    """The copy names our attention for good; the error names the way back."""
+    with apply(llama(), EXACT) as applied:
+        model = LlamaForCausalLM(copy.deepcopy(applied.model.config)).eval()
+    with pytest.raises(ValueError, match=r"output_attentions: .*, or model\.set_attn_implementation\('eager'\)$"):
+        run(model, input_ids=tokens(), output_attentions=True)
+    model.set_attn_implementation("eager")
+    assert len(model(tokens(), output_attentions=True).attentions) == 3
 
 
 def test_calls_that_are_refused():
