@@ -20,6 +20,7 @@ def tokenizer(around="[CLS] $A [SEP]"):
     """One of whole words that puts special tokens around a text as `around` says."""
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.normalizer = tokenizers.normalizers.Replace("\u200b", "")  # BERT's drops it, too
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single=around, special_tokens=[(name, vocabulary[name]) for name in SPECIAL]

@@ -134,6 +134,13 @@ def test_a_plan_sees_the_same_call_in_the_graph(lengths):
     assert seen[:3] == seen[3:]
 
 
+@torch.no_grad()
+def test_a_graph_without_its_model_says_so():
+    model = bert()
+    with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^model: expected the one that was compiled"):
+        torch.ops.fewkeys.attention(*inputs(SHAPE, requires_grad=False), None, None, id(SHAPE))
+
+
 OTHER_MASKS = {
     "cache": {"kv_offset": 1},
     "user's": {"use_vmap": True},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 import encoders
@@ -48,6 +49,7 @@ def folder(tmp_path):
     (root / ".hidden").write_text(words(5))
     (root / "empty.txt").touch()
     (root / "sub" / "blank.txt").write_text(" \n\t")
+    (root / "zero.txt").write_text("\u200b\n", encoding="utf-8")
     (root / "latin.txt").write_bytes(b"caf\xe9")
     (root / "paper.pdf").write_bytes(b"%PDF-1.4\n1 0 obj\nendobj\n%%EOF\n")
     (root / "sub" / "picture.png").write_bytes(b"\x89PNG\0\0words")
@@ -84,6 +86,7 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
     assert {Path(name).name: reason for name, reason in printed["skipped"].items()} == {
         "empty.txt": "is empty or blank",
         "blank.txt": "is empty or blank",
+        "zero.txt": "makes no token",
         "latin.txt": "is not UTF-8",
         "paper.pdf": "is a PDF (pdftotext extracts its text)",
         "picture.png": "is binary",
@@ -193,6 +196,47 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
     assert not work.exists()
 
 
+def edited(folder, file, **changes):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def scaled(folder, file, name):
+    """Change one weight."""
+    weights = load_file(folder / file)
+    save_file(weights | {name: 2 * weights[name]}, folder / file, {"format": "pt"})
+
+
+def without_the_last_module(folder):
+    path = folder / "modules.json"
+    path.write_text(json.dumps(json.loads(path.read_text())[:-1]))
+
+
+CHANGES = {
+    "pooling": lambda folder: edited(folder, "1_Pooling/config.json", pooling_mode="cls"),
+    "no normalisation": without_the_last_module,
+    "dense layer": lambda folder: scaled(folder, "2_Dense/model.safetensors", "linear.bias"),
+    "embeddings": lambda folder: scaled(folder, "model.safetensors", "embeddings.word_embeddings.weight"),
+    "activation": lambda folder: edited(folder, "config.json", hidden_act="relu"),
+    "tokenizer": lambda folder: edited(folder, "tokenizer.json", normalizer={"type": "Prepend", "prepend": "few "}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_vectors_of_another_encoder_in_the_same_folder_are_not_kept(change, tmp_path, monkeypatch):
+    model = encoders.save_encoder(tmp_path, encoders.bert(), modules.Dense(16, 4), modules.Normalize())
+    (tmp_path / "a.txt").write_text(words(30))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(vectors.FinishedTexts, "remove", lambda kept: None)
+        assert run(model, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    before = columns(tmp_path / "v.npz")["vectors"]
+    CHANGES[change](model)
+    assert run(model, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    assert run(model, "--out", tmp_path / "fresh.npz", tmp_path / "a.txt") == 0
+    assert same(tmp_path / "v.npz", tmp_path / "fresh.npz")
+    assert not np.allclose(columns(tmp_path / "v.npz")["vectors"], before, atol=1e-3)
+
+
 def test_thousands_of_files(short, tmp_path, capsys):
     """Equal texts are embedded once."""
     for number in range(3000):
@@ -284,6 +328,20 @@ def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     assert columns(out)["tokens"].max() <= 30
 
 
+def test_the_oldest_numpy_writes_the_same_arrays(short, tmp_path, monkeypatch):
+    """Before 2.2, every keyword of `savez` is an array."""
+    (tmp_path / "a.txt").write_text(words(20))
+    savez, names = np.savez, ["path", "start", "stop", "tokens", "error", "vectors", "settings"]
+
+    def old(file, *args, **arrays):
+        assert sorted(arrays) == sorted(names)
+        savez(file, *args, **arrays)
+
+    monkeypatch.setattr(np, "savez", old)
+    assert run(short, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    assert sorted(columns(tmp_path / "v.npz")) == sorted(names)
+
+
 def test_parquet(short, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text(words(20))
     monkeypatch.setattr(embed, "find_spec", lambda name: None)
@@ -317,6 +375,8 @@ def test_other_layouts_of_a_folder(tmp_path):
 
 
 BAD = {
+    "a file without a token": ([], "zero.txt", "zero.txt: expected some text, got none that makes a token"),
+    "a folder without a token": ([], "sub/zero", "FILE_OR_FOLDER: expected at least one text that makes a token, got"),
     "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
     "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, but"),
     "no text in the folder": ([], "sub/odd", "got none in .*odd: .*nothing.txt is empty or blank"),
@@ -339,6 +399,9 @@ def test_bad_input_is_one_line(name, short, folder, tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     (folder / "sub" / "odd").mkdir()
     (folder / "sub" / "odd" / "nothing.txt").touch()
+    (folder / "sub" / "zero").mkdir()
+    (folder / "zero.txt").rename(folder / "sub" / "zero" / "zero.txt")
+    (folder / "zero.txt").symlink_to(folder / "sub" / "zero" / "zero.txt")
     options, text, message = BAD[name]
     assert run(short, *(options if "--out" in options else ["--out", "v.npz", *options]), folder / text) == 2
     said = capsys.readouterr()

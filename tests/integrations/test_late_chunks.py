@@ -143,13 +143,16 @@ def test_parts_begin_with_words_where_there_are_any(text, encoder):
         (" \n", 5, {}, r"^text: expected some text"),
         (TEXT, 0, {}, r"^chunks: expected at least 1, got 0"),
         (TEXT, [], {}, r"^chunks: expected at least one span"),
+        (TEXT, 2.5, {}, r"^chunks: expected a number of tokens, spans .*, got 2\.5$"),
+        (TEXT, "ab", {}, r"^chunks: expected a number of tokens, spans .*, got 'ab'$"),
+        (TEXT, [(0,)], {}, r"^chunks: expected a number of tokens, spans .*, got \[\(0,\)\]$"),
         (TEXT, [(3, 3)], {}, r"^chunks: expected spans .* got \(3, 3\) without one"),
         (TEXT, 5, {"prompt_name": "other"}, r"^prompt_name: expected one of .*'query'.*, got 'other'"),
         (TEXT, 5, {"prompt_name": "query", "prompt": "a"}, r"^prompt, prompt_name: expected at most one"),
     ],
 )
 def test_what_is_refused(text, chunks, options, message, encoder):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         late_chunks(encoder, text, chunks, **options)
 
 

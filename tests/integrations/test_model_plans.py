@@ -86,6 +86,41 @@ def test_questions_about_a_context(chats):
         fk.pipeline(bert(), letters, every)
 
 
+ROUND = "{% for message in messages %}<u>{{ message.content }}</u>{% endfor %}"
+PARTS = "{% for m in messages %}<u>{% for part in m.content %}{{ part.text }}{% endfor %}</u>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [ROUND, PARTS])
+@pytest.mark.parametrize("context", ["The list", "\0 The list\0 of names"])
+def test_a_prompt_is_the_context_and_the_question_in_the_template(template, context, monkeypatch):
+    """Also if the context has the character that marks the place of the question."""
+    letters, read = chat_tokenizer(), []
+    monkeypatch.setattr(letters, "chat_template", template)
+    ask = fk.pipeline(llama(), letters, fk.budget(16, is_causal=True))
+    monkeypatch.setattr(type(ask), "_ids", lambda ask, text, first: read.append(text) or torch.ones(1, 3).long())
+    ask(context, question="who?", max_new_tokens=1, pad_token_id=0)
+    assert "".join(read) == f"<u>{context}\n\nwho?</u>"
+
+
+def test_a_template_without_the_message_is_refused(monkeypatch):
+    monkeypatch.setattr(chat_tokenizer(), "chat_template", "{% for message in messages %}<u></u>{% endfor %}")
+    ask = fk.pipeline(llama(), chat_tokenizer(), fk.budget(16, is_causal=True))
+    with pytest.raises(ValueError, match=r"^tokenizer: expected a chat template that puts the user's message into"):
+        ask("a context", question="who?")
+
+
+def test_a_question_has_one_answer():
+    """Options of the call that ask for more are refused, and those of the model's own configuration are not asked."""
+    model, how = llama(), {"question": "who?", "max_new_tokens": 2, "pad_token_id": 0}
+    ask = fk.pipeline(model, Letters(), fk.budget(16, is_causal=True))
+    for name, value in {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}.items():
+        with pytest.raises(ValueError, match=rf"^{name}: expected (1|False), one text for each question, got {value}"):
+            ask("a context", **how, **{name: value})
+    answer = ask("a context", **how)
+    model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 2, True
+    assert ask("a context", **how) == answer
+
+
 def test_a_pipeline_stops_at_strings_by_its_own_tokenizer(monkeypatch):
     model, letters, passed = llama(), Letters(), {}
 

@@ -1,7 +1,11 @@
 """What a model may ask of its attention and a plan does not give is refused, never answered wrongly."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers")
 
@@ -38,6 +42,16 @@ def test_attention_weights_are_refused(name, how):
     run(model, input_ids=tokens(), **asked)
 
 
+def test_a_model_from_a_copied_configuration_is_told_how_to_give_weights():
+    """The copy names our attention for good; the error names the way back."""
+    with apply(llama(), EXACT) as applied:
+        model = LlamaForCausalLM(copy.deepcopy(applied.model.config)).eval()
+    with pytest.raises(ValueError, match=r"output_attentions: .*, or model\.set_attn_implementation\('eager'\)$"):
+        run(model, input_ids=tokens(), output_attentions=True)
+    model.set_attn_implementation("eager")
+    assert len(model(tokens(), output_attentions=True).attentions) == 3
+
+
 def test_calls_that_are_refused():
     model = llama()
     ids = tokens(2, 5)
@@ -57,6 +71,42 @@ def test_calls_that_are_refused():
     run(model, input_ids=ids, past_key_values=cache)
     with apply(model, EXACT), pytest.raises(ValueError, match="static or preallocated cache"):
         run(model, input_ids=ids[:, :1], past_key_values=cache)
+
+
+class Alone(torch.nn.Module):
+    """A model as a function of token ids."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)[0]
+
+
+def faked(model, ids):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(*ids)
+
+
+RECORDERS = {
+    "trace": partial(torch.jit.trace, check_trace=False),
+    "export": torch.export.export,
+    "strict export": partial(torch.export.export, strict=True),
+    "fake tensors": faked,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_graphs_that_outlive_the_plan_are_refused(name, recorder):
+    """One that is recorded has the sizes, masks and modules of one call."""
+    model = MODELS[name]()
+    with apply(model, EXACT), pytest.raises(Exception, match=r"compile by torch\.compile"):
+        RECORDERS[recorder](Alone(model), (tokens(2, 5),))
 
 
 def test_dropout_is_refused():

@@ -94,7 +94,7 @@ def test_tensors_without_numbers_are_refused_clearly():
     plan = fk.budget(24).never_exact()
     with pytest.raises(ValueError, match="query: expected a tensor whose numbers can be read, got one without numbers"):
         fk.attention(*(q.to("meta"),) * 3, plan=plan)
-    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one without numbers"):
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one that .* FakeTensorMode records"):
         fk.attention(*(mode.from_tensor(q),) * 3, plan=plan)
     for call in (
         lambda x: fk.attention(x, x, x, plan=plan),
@@ -102,6 +102,16 @@ def test_tensors_without_numbers_are_refused_clearly():
     ):
         with pytest.raises(ValueError, match=r"(query|key): .* got one inside torch\.vmap"):
             torch.vmap(call)(q[None])
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("plan", [fk.budget(24).never_exact(), fk.Plan()], ids=str)
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_trace_is_refused(plan, impl):
+    """It would keep the same keys whatever they are, and its sizes are tensors, which kernels cannot read."""
+    q = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"^query: expected .* got one that torch\.jit\.trace.*; compile by"):
+        torch.jit.trace(lambda q: fk.attention(q, q, q, plan=plan, impl=impl), q)
 
 
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])

@@ -18,11 +18,12 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the name of its file, and a digest of its characters."""
+    """A text, the name of its file, a digest of its characters, and whether the file itself was named."""
 
     name: str
     text: str
     key: str
+    is_named: bool
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str]]:
@@ -39,7 +40,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
             name = os.fsencode(file).decode(errors="replace")
             text, reason = ("", reason) if reason else _text(file)
             if not reason:
-                documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest())
+                documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest(), file is path)
             elif file is path:
                 raise ValueError(f"FILE_OR_FOLDER: expected a file of UTF-8 text, got one that {reason}: {name}")
             else:

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     start = monotonic()
     with progress() as step:
         encoder, plan, settings = _opened(arguments, step)
-        passes, too_long = _passes(documents, encoder, settings, step)
+        passes, left_out = _passes(documents, encoder, settings, step)
         finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
         unfinished = {key: text for key, text in passes.items() if key not in finished.rows}
         try:
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
                 finished.add(key, text_rows)
         finally:
             finished.write()
-    rows = {document.name: finished.rows[document.key] for document in documents if document.name not in too_long}
+    rows = {document.name: finished.rows[document.key] for document in documents if document.name not in left_out}
     table = columns(rows)
     save(out, table, settings)
     finished.remove()
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
     facts |= {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
     facts |= {"out": str(out), "texts": len(rows), "vectors": list(table["vectors"].shape)}
     facts |= {"tokens": int(table["tokens"].sum()), "error": float(table["error"].mean())}
-    facts |= {"skipped": skipped | too_long, "plan": settings["plan"]}
+    facts |= {"skipped": skipped | left_out, "plan": settings["plan"]}
     if arguments.json:
         lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
         facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
@@ -129,8 +129,6 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     """The encoder, its plan, and the settings that the vectors depend on."""
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed
-    from fewkeys.integrations.capture import weights_of
-    from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.loading import load_encoder
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
@@ -147,7 +145,7 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     settings = {
         "fewkeys": VERSION,
         "model": arguments.model,
-        "weights": weights_of(attention_modules(encoder)),
+        "encoder": embed.digest(encoder),
         "plan": plan.to_dict(),
         "prompt": prompt,
         "chunk": arguments.chunk,
@@ -190,12 +188,18 @@ def _passes(
         if document.key in texts:
             continue
         with inputs.named_as_options(text=document.name):
-            tokens = len(embed.read_tokens(encoder, prompt, document.text).ids)
-        spans = [(0, len(document.text))]
+            try:
+                tokens = len(embed.read_tokens(encoder, prompt, document.text).ids)
+            except embed.NoTokenError:
+                if document.is_named:
+                    raise
+                tokens = 0
+        spans = [(0, len(document.text))] if tokens else []
         if most is not None and tokens > most:
             spans = embed.split(encoder, document.text, prompt=prompt) if longer == "split" else []
         texts[document.key] = Passes(document.text, spans, tokens)
-    too_long = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
+    left_out = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
+    too_long = {name: tokens for name, tokens in left_out.items() if tokens}
     if too_long and longer == "refuse":
         name = max(too_long, key=lambda name: too_long[name])
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
@@ -203,12 +207,12 @@ def _passes(
             f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}{others}; "
             "use --longer split or --longer skip, or raise --max-tokens where the model has more positions"
         )
-    if len(too_long) == len(documents):
-        raise ValueError(
-            f"FILE_OR_FOLDER: expected at least one text of at most {most} tokens, got {len(documents)} that are "
-            "longer; use --longer split"
-        )
-    reasons = {name: f"has {tokens:,} tokens, more than one pass of {most}" for name, tokens in too_long.items()}
+    if len(left_out) == len(documents):
+        what = f"of at most {most} tokens" if too_long else "that makes a token"
+        fix = f"{len(too_long)} that are longer; use --longer split" if too_long else "none; name other files"
+        raise ValueError(f"FILE_OR_FOLDER: expected at least one text {what}, got {fix}")
+    long = f"tokens, more than one pass of {most}"
+    reasons = {name: f"has {tokens:,} {long}" if tokens else "makes no token" for name, tokens in left_out.items()}
     return {key: text for key, text in texts.items() if text.spans}, reasons
 
 

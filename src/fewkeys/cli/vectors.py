@@ -110,7 +110,7 @@ def _npz(path: Path, arrays: dict[str, Any], settings: str) -> None:
     import numpy as np
 
     texts = {"path": np.array(arrays["path"]), "settings": np.array(settings)}
-    np.savez(path, allow_pickle=False, **(arrays | texts))
+    np.savez(path, **(arrays | texts))
 
 
 def _parquet(path: Path, arrays: dict[str, Any], settings: str) -> None:

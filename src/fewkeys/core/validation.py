@@ -56,6 +56,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         )
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
+    check_no_graph(name, tensor)
     if why := _untouchable(tensor):
         raise ValueError(f"{name}: expected a tensor whose numbers can be read, got {why}")
     if 0 in tensor.shape:
@@ -63,10 +64,19 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     return tensor.resolve_neg()  # kernels would read the memory of a view with lazily negated signs
 
 
+def check_no_graph(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` for a tensor that stands for others in a graph, which keep other keys."""
+    if torch._C._is_tracing() or isinstance(tensor, FakeTensor):
+        raise ValueError(
+            f"{name}: expected a tensor whose numbers choose the keys, got one that torch.jit.trace, torch.export or a "
+            "FakeTensorMode records; compile by torch.compile, or record exact attention"
+        )
+
+
 def _untouchable(tensor: Tensor) -> str | None:
     """Why the numbers of a tensor cannot be read; None if they can."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return "one without numbers (meta or fake); which keys are kept depends on them; compile by torch.compile"
+    if tensor.is_meta:
+        return "one without numbers (meta); which keys are kept depends on them"
     inner = tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(inner):
         if torch._C._functorch.is_batchedtensor(inner):

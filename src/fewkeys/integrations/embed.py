@@ -7,10 +7,12 @@ the first (pooling, dense layers, normalisation) run on each part as they would 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,12 @@ OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
 """Poolings of which parts of a text have their own; the others read one token or weigh by position."""
 WATCH = Guard(sys.float_info.max, queries=8)
 """As `max_error` of `fewkeys.apply`, it estimates errors and makes nothing exact."""
+SAMPLE = 64
+"""Numbers read of each weight, to identify an encoder."""
+
+
+class NoTokenError(ValueError):
+    """A text of which the tokenizer makes no token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +145,16 @@ def longest(encoder: SentenceTransformer) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def digest(encoder: SentenceTransformer) -> str:
+    """A digest of what vectors depend on: the modules and their settings, the tokenizer, a sample of every weight."""
+    settings = unwrapped(encoder).config.to_json_string(), fast_tokenizer(encoder).backend_tokenizer.to_str()
+    hashed = hashlib.sha256(repr((encoder, encoder.truncate_dim, *settings)).encode())
+    for name, weight in encoder.state_dict().items():
+        numbers = weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist()
+        hashed.update(repr((name, weight.dtype, numbers)).encode())
+    return hashed.hexdigest()
+
+
 def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
     """The prompt before the text, as `encoder.encode` chooses it. `TypeError` for what is no SentenceTransformer."""
     need("sentence_transformers", "embed")
@@ -191,7 +209,11 @@ class Places:
             ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]
             spans = [(max(0, self.offsets[first][0]), self.offsets[last - 1][1]) for first, last in ranges]
         else:
-            spans = [(int(start), int(stop)) for start, stop in chunks]
+            try:
+                spans = [(index(start), index(stop)) for start, stop in chunks]
+            except (TypeError, ValueError):
+                what = "a number of tokens, spans (start, stop) of characters, or None"
+                raise TypeError(f"chunks: expected {what}, got {chunks!r:.80}") from None
             if not spans:
                 raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
             ranges = [self._within(span) for span in spans]
@@ -209,23 +231,29 @@ class Places:
         return inside[0], inside[-1] + 1
 
 
-def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
-    """The tokens of prompt and text, none cut off."""
-    if not isinstance(text, str):
-        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+def fast_tokenizer(encoder: SentenceTransformer) -> Any:
+    """The encoder's tokenizer, if it is one of the `tokenizers` library; else `ValueError`."""
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
             f"{type(tokenizer).__name__}"
         )
+    return tokenizer
+
+
+def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
+    """The tokens of prompt and text, none cut off."""
+    if not isinstance(text, str):
+        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+    tokenizer = fast_tokenizer(encoder)
     options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
     encoding = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
     offsets = [(start - len(prompt), stop - len(prompt)) for start, stop in encoding["offset_mapping"]]
     marked = zip(offsets, encoding["special_tokens_mask"], strict=True)
     of_text = [i for i, ((_, stop), special) in enumerate(marked) if not special and stop > 0]
     if not of_text:
-        raise ValueError("text: expected some text, got none that makes a token")
+        raise NoTokenError("text: expected some text, got none that makes a token")
     return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
 
 

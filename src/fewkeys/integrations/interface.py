@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
+from fewkeys.core.validation import check_no_graph
 from fewkeys.integrations import answers, mpnet, operator, switch
 from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
@@ -220,6 +221,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
     switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
     holders = () if switched is None else switched.holders
     if implementation is None or is_of_stream or in_force(filter(None, holders)):
+        check_no_graph("attention_mask", torch.empty(0))
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -250,6 +252,7 @@ def _attention_forward(
     is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
+    check_no_graph("query", query)
     check_honoured(module, options)
     (batch, heads, queries, dim), keys = query.shape, key.shape[2]
     real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))

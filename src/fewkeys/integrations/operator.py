@@ -99,9 +99,20 @@ def register(attend: Attend) -> None:
     def operator(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, owner: int
     ) -> Tensor:
-        return attend(attached[owner], query, key, value, mask, scaling=scale, is_causal=False)[0]
+        module = attached.get(owner)
+        if module is None:
+            raise ValueError(
+                "model: expected the one that was compiled, in its own process, got a graph without it; compile by "
+                "torch.compile again"
+            )
+        return attend(module, query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, owner: int) -> Tensor:
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                "model: expected one without a plan, got torch.export, whose graph would outlive the plan; compile by "
+                "torch.compile, or record exact attention"
+            )
         batch, heads, queries, _ = query.shape
         return query.new_empty(batch, queries, heads, value.shape[-1])

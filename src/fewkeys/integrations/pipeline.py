@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
+ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+"""Options of `model.generate` that are fixed: each answer continues one sequence of one cache, and is a text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +47,19 @@ class Pipeline:
     ) -> dict[str, Any]:
         """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
 
-        answer_prefix: what every answer begins with. options: for `model.generate`; answers are greedy otherwise.
+        answer_prefix: what every answer begins with. options: for `model.generate`, one sequence for each question;
+        answers are greedy otherwise.
         Cost: the context once, by the plan, and for each question its own tokens and those of its answer.
         """
         if (question is None) == (questions is None):
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         if isinstance(questions, str):
             raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
+        for name, only in ONE_ANSWER.items():
+            if options.get(name, only) != only:
+                raise ValueError(
+                    f"{name}: expected {only}, one text for each question, got {options[name]}; leave it out"
+                )
         before, after = self._parts(context)
         context_ids = self._ids(before, True)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)
@@ -62,7 +70,13 @@ class Pipeline:
             for text in [question] if questions is None else questions:
                 ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
                 arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                arguments |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **options}
+                arguments |= {
+                    "max_new_tokens": max_new_tokens,
+                    "do_sample": False,
+                    "use_cache": True,
+                    **ONE_ANSWER,
+                    **options,
+                }
                 if arguments.get("stop_strings") is not None:
                     arguments.setdefault("tokenizer", self.tokenizer)
                 output = self.model.generate(ids, **arguments)
@@ -72,10 +86,17 @@ class Pipeline:
     def _parts(self, context: str) -> tuple[str, str]:
         if getattr(self.tokenizer, "chat_template", None) is None:
             return f"{context}\n\n", "\n"
-        messages = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        before, _, after = str(text).partition(_MARK)
-        return before, after
+        content, marks = f"{context}\n\n{_MARK}", context.count(_MARK) + 1
+        for form in (content, [{"type": "text", "text": content}]):  # templates read the one or the other
+            messages = [{"role": "user", "content": form}]
+            text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            if text.count(_MARK) == marks:
+                before, _, after = text.rpartition(_MARK)
+                return before, after
+        raise ValueError(
+            "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is, got one "
+            "that does not; set tokenizer.chat_template to one, or to None for plain prompts"
+        )
 
     def _ids(self, text: str, is_first: bool) -> torch.Tensor:
         """Token ids (1, N), with special tokens before the first text, unless the chat has them."""

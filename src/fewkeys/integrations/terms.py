@@ -50,7 +50,7 @@ def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
         if name not in honoured and value is not None and value is not False:
             raise ValueError(
                 f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
-                "does not support; use a model or a call without it"
+                "does not support; use a model or a call without it, or model.set_attn_implementation('eager')"
             )
 
 
