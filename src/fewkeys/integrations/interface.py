@@ -221,7 +221,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
     switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
     holders = () if switched is None else switched.holders
     if implementation is None or is_of_stream or in_force(filter(None, holders)):
-        check_no_graph("attention_mask", torch.empty(0))
+        check_no_graph("attention_mask", torch.empty(0))  # fake, too, under a FakeTensorMode
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
