@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewkeys as fk
 from cases import Shape
@@ -12,6 +13,7 @@ from fewkeys import flow, native
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.native import recorded
 from fewkeys.native import tensors
+from fewkeys.sketch.clusters import clusters
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
@@ -174,6 +176,58 @@ def test_an_indefinite_matrix_goes_on_in_torch(prepared):
     assert len(prepared) == 2
     for one, output in zip((good, equal, good), outputs, strict=True):
         assert torch.equal(output, anew(one))
+
+
+def test_inputs_that_know_statistics(prepared):
+    """Of one plan, which another one reads: their kernels do not run again, and no later call overwrites them."""
+    first, later = (check_inputs(*rows) for rows in drawn(FORM, 2))
+    clusters(first, PLAN.rest.count)
+    for inputs in (first, later):
+        flow.run(flow.Choice(inputs, PLAN, False, ""))
+    assert len(prepared) == 2
+    centres = clusters(later, PLAN.rest.count).label.clone()
+    flow.run(flow.Choice(first.branch(), PLAN, False, ""))
+    fk.attention(*FORM.draw(3, torch.float32), plan=PLAN)
+    assert torch.equal(clusters(later, PLAN.rest.count).label, centres)
+
+
+def test_where_torch_does_not_tell(prepared):
+    """What a call does cannot be seen there."""
+    plan, (first, later) = fk.budget(16, cohorts=1).never_exact(), drawn(FORM, 2)
+    with torch._C._DisableTorchDispatch():
+        fk.attention(*first, plan=plan)
+    assert torch.equal(fk.attention(*later, plan=plan), anew(later, plan))
+
+
+def test_calls_inside_a_call():
+    """Of a mode that attends, too: their kernels are their own."""
+    first, later, inner = drawn(FORM, 3)
+
+    class Attending(TorchDispatchMode):
+        left = 12
+
+        def __torch_dispatch__(self, function, types, args=(), options=None):
+            self.left -= 1
+            if not self.left:
+                fk.attention(*inner, plan=PLANS["no window"])
+            return function(*args, **(options or {}))
+
+    with Attending():
+        fk.attention(*first, plan=PLAN)
+    outputs = [fk.attention(*later, plan=PLAN), fk.attention(*later, plan=PLANS["no window"])]
+    assert torch.equal(outputs[0], anew(later))
+    assert torch.equal(outputs[1], anew(later, PLANS["no window"]))
+
+
+def test_calls_under_inference_mode(prepared):
+    with torch.inference_mode():
+        for seed in range(2):
+            fk.attention(*FORM.draw(seed, torch.float32), plan=PLAN)
+    assert len(prepared) == 1
+    rows = FORM.draw(2, torch.float32)
+    output = fk.attention(*rows, plan=PLAN)
+    assert len(prepared) == 1
+    assert torch.equal(output, anew(rows))
 
 
 def test_threads_do_not_share_memory():

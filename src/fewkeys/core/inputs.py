@@ -142,6 +142,15 @@ class Inputs:
         """The same problem with its own copy of the remembered statistics."""
         return replace(self, _memory=dict(self._memory))
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no statistic is remembered."""
+        return not self._memory
+
+    def forget(self) -> None:
+        """Forget all statistics."""
+        self._memory.clear()
+
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic called `name`, computed at the first call."""
         if name not in self._memory:

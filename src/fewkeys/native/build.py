@@ -119,12 +119,12 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
     """The kernels that this thread runs inside, in order."""
-    steps: list[Step] = []
+    before, steps = getattr(_recorder, "steps", None), list[Step]()
     _recorder.steps = steps
     try:
         yield steps
     finally:
-        _recorder.steps = None
+        _recorder.steps = before
 
 
 def counters() -> dict[str, int]:

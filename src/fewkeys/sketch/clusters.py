@@ -136,10 +136,14 @@ def frame(inputs: Inputs) -> Frame:
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
     """The frame and the query moments by a kernel; None if a factorisation fails and needs torch."""
     queries, count = _query_sample(inputs)
-    real = [inputs.keys] * inputs.batch if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1).tolist()
-    query_counts = [count] * inputs.batch if isinstance(count, int) else count.flatten().tolist()
-    counts = torch.tensor([query_counts, real], dtype=torch.float32, device="cpu")
-    statistics = native.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
+    real = inputs.keys if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1)
+    asked, real = (
+        torch.full((inputs.batch,), part, dtype=torch.float32, device="cpu")
+        if isinstance(part, int)
+        else part.flatten().float()
+        for part in (count, real)
+    )
+    statistics = native.frame(queries, key, value, asked, real, scale=inputs.scale, ridge=RIDGE)
     if statistics is None:
         return None
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))

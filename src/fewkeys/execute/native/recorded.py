@@ -25,6 +25,7 @@ from fewkeys.native.tensors import suits
 MOST, MOST_BYTES = 256, 2**26
 """The most calls that are remembered, and the most memory for what their kernels write before the output."""
 _ALLOCATING = ("aten::empty_like", "aten::full", "aten::new_empty")
+_UNKNOWN = object()
 _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""
 
@@ -35,20 +36,21 @@ def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Ten
     The rules of the plan must read numbers by kernels and torch's operations only.
     """
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
-    if not _is_plain(x):
+    if not (x.is_fresh and _is_plain(x)):  # statistics of another plan would not be computed again
         return compute()
     form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
     # Taken out, as its memory is for one thread at a time. No lock: another thread could hold it at a fork.
-    is_known, recording = form in _recordings, _recordings.pop(form, None)
-    if recording is not None:
+    recording = _recordings.pop(form, _UNKNOWN)
+    if isinstance(recording, Recording):
         try:
             output = recording.run(rows)
         except IndefiniteError:
             output = compute()
-    elif is_known:
+    elif recording is None:
         output = compute()
     else:
         output, recording = _recorded(rows, compute)
+        x.forget()  # later calls overwrite the statistics
         _make_room(0 if recording is None else recording.bytes)
     _recordings[form] = recording
     return output
@@ -80,20 +82,30 @@ def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Te
     rows = *rows, output
     spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in rows]
     are_apart = not any(a.start in b or b.start in a for a, b in combinations(spans, 2))
-    if not (watch.is_plain and are_apart and output.is_contiguous()):
+    if not (watch.is_plain and watch.is_told and are_apart and output.is_contiguous()):
         return output, None
     recording = Recording(steps, spans, output)
     return output, recording if recording.bytes <= MOST_BYTES else None
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether torch does more than to allocate and view memory."""
+    """Notes whether torch does more than to allocate and view memory, and whether torch tells what it does."""
 
-    is_plain = True
+    is_plain, is_told = True, False
 
     def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
-        self.is_plain &= function.is_view or function.name().split(".")[0] in _ALLOCATING
-        return function(*args, **(options or {}))
+        with recorded_steps():  # kernels that other modes call are not of this call
+            result = function(*args, **(options or {}))
+        self.is_told = True
+        self.is_plain &= function.name().split(".")[0] in _ALLOCATING or (function.is_view and _is_inside(result, args))
+        return result
+
+
+def _is_inside(result: Any, args: Any) -> bool:
+    """Whether the result of an operation is in the memory of its argument: some views are copies where needed."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    memory = args[0].untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == memory for part in parts)
 
 
 class Recording:
@@ -111,8 +123,9 @@ class Recording:
         sizes: dict[int, int] = {}
         for _, args, *_ in steps:
             tensors = [x for x in args.alive if isinstance(x, Tensor)]
-            args.alive = [x for x in tensors if not any(x.data_ptr() in span for span in spans)]
-            sizes |= {x.data_ptr(): x.nbytes for x in args.alive}
+            moved = {id(x) for x in tensors if any(x.data_ptr() in span for span in spans)}
+            args.alive = [x for x in args.alive if id(x) not in moved]
+            sizes |= {x.data_ptr(): x.nbytes for x in tensors if id(x) not in moved}
         self.bytes = sum(sizes.values())
 
     def run(self, rows: Sequence[Tensor]) -> Tensor:
