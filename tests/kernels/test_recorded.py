@@ -214,6 +214,7 @@ def test_calls_inside_a_call():
 
     with Attending():
         fk.attention(*first, plan=PLAN)
+    assert not any(name == "fewkeys_extents" for recording in recordings() for name, *_ in recording.steps)
     outputs = [fk.attention(*later, plan=PLAN), fk.attention(*later, plan=PLANS["no window"])]
     assert torch.equal(outputs[0], anew(later))
     assert torch.equal(outputs[1], anew(later, PLANS["no window"]))
