@@ -60,12 +60,19 @@ WAYS = {
     "beams": {"num_beams": 3},
     "several returned": {"num_beams": 2, "num_return_sequences": 2},
 }
+EVERY = {"recent": ALL, "scan": SCAN}
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("plan", [ALL, SCAN], ids=["recent", "scan"])
-@pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
+EXACT = [
+    pytest.param(make, plan, side, WAYS[way], id=f"{make.__name__}-{kind}-{side}-{way}")
+    for place, make in enumerate((llama, gpt2, mistral, gemma, diffllama))
+    for turn, (kind, plan, side) in enumerate((*kinds, side) for kinds in EVERY.items() for side in (None, "left"))
+    for way in [[*WAYS][(place + turn) % 3]]
+]
+"""Every model with both plans, padded or not; ways to choose words take turns."""
+
+
+@pytest.mark.parametrize(("make", "plan", "side", "way"), EXACT)
 def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
     inputs = padded(side)

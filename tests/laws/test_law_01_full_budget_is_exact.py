@@ -40,9 +40,17 @@ def by_definition(query, key, value, shape, weights):
     return torch.stack(heads, 1)
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+def crossed(parts, impls):
+    """Parameters (shape, part, impl): every part in every shape, the next part and the next shape by the next impl."""
+    return [
+        pytest.param(shape, part, impl, id=f"{form}-{name}-{impl}")
+        for place, (form, shape) in enumerate(ALL.items())
+        for turn, (name, part) in enumerate(parts.items(), place)
+        for impl in [impls[turn % len(impls)]]
+    ]
+
+
+@pytest.mark.parametrize(("shape", "weights", "impl"), crossed(WEIGHTS, ["auto", "torch", "reference"]))
 def test_no_plan_is_the_definition(shape, weights, impl):
     q, k, v = shape.draw()
     actual = fk.attention(q, k, v, weights=weights, impl=impl, **shape.options)
@@ -69,9 +77,7 @@ def test_entmax_is_the_definition(shape, alpha):
     torch.testing.assert_close(weight, expected.masked_fill(~seen, 0.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-@pytest.mark.parametrize("keep", EVERY_KEY.values(), ids=EVERY_KEY)
-@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(("shape", "keep", "impl"), crossed(EVERY_KEY, ["auto", "reference"]))
 def test_full_budget(shape, keep, impl):
     """Stand-ins, where the shape allows them, have nothing left to stand in for."""
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
