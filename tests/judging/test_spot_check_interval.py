@@ -24,10 +24,14 @@ def seed(number):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(
-    "plan",
-    [fk.budget(24), fk.Plan(fk.Window(24)), fk.Plan(fk.select.Leverage(24)), fk.budget(24, is_causal=True)],
+    ("plan", "heads"),
+    [
+        (fk.budget(24), 4),
+        (fk.Plan(fk.Window(24)), 1),
+        (fk.Plan(fk.select.Leverage(24)), 4),
+        (fk.budget(24, is_causal=True), 1),
+    ],
     ids=str,
 )
 def test_intervals_cover(plan, heads):
