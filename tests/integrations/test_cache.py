@@ -114,7 +114,7 @@ def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     cropped, crop = [], Stream.crop
     monkeypatch.setattr(Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
     model, ids = llama(), tokens(1, 30).repeat(1, 9)
-    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = model.generate(ids, **options, past_key_values=fk.cache(model, plan))
     more = {"assistant_model": drafter()} if way == "assistant" else {"prompt_lookup_num_tokens": 5}
     actual = model.generate(ids, **options, **more, past_key_values=fk.cache(model, plan))
