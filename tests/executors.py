@@ -87,6 +87,12 @@ def in_turns(names, forms, each=2):
     ]
 
 
+def rotated(first, second, third):
+    """Parameters (one, two, three): all pairs of the first two; the next of either takes the next of the third."""
+    triples = [(a, b, [*third][(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+    return [pytest.param(*triple, id="-".join(map(str, triple))) for triple in triples]
+
+
 def runs(names, forms, gradients=False):
     """Parameters (name, form, way): plans of `OFTEN` in every form in every way.
 

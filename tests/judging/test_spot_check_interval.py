@@ -23,17 +23,11 @@ def seed(number):
     return torch.Generator().manual_seed(number)
 
 
+SLOTS_24 = [fk.budget(24), fk.Plan(fk.Window(24)), fk.Plan(fk.select.Leverage(24)), fk.budget(24, is_causal=True)]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "heads"),
-    [
-        (fk.budget(24), 4),
-        (fk.Plan(fk.Window(24)), 1),
-        (fk.Plan(fk.select.Leverage(24)), 4),
-        (fk.budget(24, is_causal=True), 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("plan", "heads"), [*zip(SLOTS_24, [4, 1, 4, 1], strict=True)], ids=str)
 def test_intervals_cover(plan, heads):
     """In at least 93 of 100 trials at 95 percent, each with a sample of its own; three hundred are run."""
     shape = Shape(1, heads, heads, 300, 300, 16, 16, is_causal=plan == fk.budget(24, is_causal=True))

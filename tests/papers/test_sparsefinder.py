@@ -89,17 +89,10 @@ def test_loss_is_its_definition(seed, share, margin):
 # --- learning ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "shared"),
-    [
-        ({}, True),
-        ({"causal": True}, False),
-        ({"lengths": (24, 20, 11, 24)}, True),
-        ({"kv_heads": 1}, False),
-        ({"kv_heads": 1}, True),
-    ],
-    ids=str,
-)
+PLANTED = [{}, {"causal": True}, {"lengths": (24, 20, 11, 24)}, {"kv_heads": 1}]
+
+
+@pytest.mark.parametrize(("kind", "shared"), [*zip(PLANTED, 2 * [False, True], strict=True)], ids=str)
 def test_a_fit_finds_the_planted_plane(kind, shared):
     """4 clusters of the learned space find the planted places of held-out sequences; those of the raw space do not."""
     capture = planted(batches=12, **kind)

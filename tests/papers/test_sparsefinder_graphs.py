@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
+from executors import rotated
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import Joined
@@ -165,10 +166,9 @@ def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
 # --- laws ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("place", "shape"), [*enumerate(ALL)])
-@pytest.mark.parametrize(("turn", "name"), [*enumerate(GROUPINGS)])
-def test_the_fast_executor_agrees_with_the_reference(turn, name, place, shape):
-    shape, weights = ALL[shape], (fk.Softmax(), fk.weights.Entmax(1.5))[(turn + place) % 2]
+@pytest.mark.parametrize(("name", "shape", "weights"), rotated(GROUPINGS, ALL, [fk.Softmax(), fk.weights.Entmax(1.5)]))
+def test_the_fast_executor_agrees_with_the_reference(name, shape, weights):
+    shape = ALL[shape]
     keep = for_shape(name, shape) | fk.Window(3) | fk.Sinks(2)
     fast, slow = (
         fk.attention(*shape.draw(), keep=keep, weights=weights, impl=impl, **shape.options)
