@@ -74,16 +74,14 @@ def ways(name: str, is_causal: bool, gradients: bool = False) -> tuple[Way, ...]
     return tuple(way for way in WAYS if support(problem, way, gradients) is None)
 
 
-def in_turns(names, forms, each=2):
-    """Parameters (name, form): plans of `OFTEN` in every form, each other plan in `each` of them, the next plan in the
-    next ones.
-    """
+def in_turns(names, forms):
+    """Parameters (name, form): plans of `OFTEN` in every form, each other plan in one, the next in the next."""
     forms = list(forms)
     return [
         pytest.param(name, form, id=f"{name}-{form}")
         for turn, name in enumerate(names)
         for place, form in enumerate(forms)
-        if name in OFTEN or (place - turn * each) % len(forms) < each
+        if name in OFTEN or place == turn % len(forms)
     ]
 
 

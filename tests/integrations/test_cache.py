@@ -103,8 +103,11 @@ def drafter():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["assistant", "lookup"])
-@pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), SINKS], ids=["scan", "window", "sinks"])
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [(SMALL_SCAN, "assistant"), (SMALL_SCAN, "lookup"), (fk.Plan(fk.Window(5)), "lookup"), (SINKS, "assistant")],
+    ids=str,
+)
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
     cropped, crop = [], Stream.crop
@@ -176,8 +179,7 @@ def test_left_padding_changes_nothing(make, plan):
         close(torch.cat(actual, 1)[one, row_real], want)
 
 
-@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
-@pytest.mark.parametrize("make", [llama, qwen, wide_mistral])
+@pytest.mark.parametrize(("make", "plan"), [(llama, SMALL_SCAN), (qwen, FEW), (wide_mistral, SMALL_SCAN), (llama, FEW)])
 def test_left_padding_changes_no_generated_token(make, plan):
     """Of the cache, and of the applied plan, which sees the queries of one call alone."""
     model, ids, real = fitting(make)
@@ -373,11 +375,10 @@ def test_a_file_of_another_plan_or_model_is_refused(tmp_path):
         fk.cache(model, FEW).load(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("gone", [3, 24])
 @pytest.mark.parametrize(
-    "plan",
-    [FEW, fk.Plan(fk.Window(5) | fk.Sinks(4)), fk.Plan(fk.Window(40))],
-    ids=["means", "sinks", "window"],
+    ("plan", "gone"),
+    [(FEW, 3), (FEW, 24), (fk.Plan(fk.Window(5) | fk.Sinks(4)), 3), (fk.Plan(fk.Window(40)), 24)],
+    ids=["means, few", "means", "sinks", "window"],
 )
 def test_the_newest_tokens_can_be_taken_back(plan, gone):
     """At any place of a unit, also after sequences were selected."""

@@ -161,16 +161,18 @@ def test_masks_of_other_patterns_are_not_the_operators(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize(("turn", "name"), [*enumerate(sorted(TYPES))])
 @torch.no_grad()
-def test_types_that_are_one_graph(name):
-    """With padding on either side, and with and without a mask."""
+def test_types_that_are_one_graph(turn, name):
+    """With padding on either side, and every other type without a mask."""
     model, inputs, _ = runnable(next(kind for kind in kinds() if str(kind) == name))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     for case, given in cases(inputs):
         if case == "short" and not hasattr(model.config, "local_attention"):
             continue  # shorter than every window, of which there is none
+        if case == "without a mask" and turn % 2:
+            continue
         with fk.apply(model, FEW):
             want, actual = run(model, given), run(compiled, given)
         for one, other in zip(actual, want, strict=True):
@@ -237,7 +239,7 @@ def test_what_the_operator_cannot_answer_breaks_the_graph_and_is_right(name):
     with torch.set_grad_enabled(name == "gradients"):
         want = call(model)
         torch._dynamo.reset()
-        graphs = CompileCounterWithBackend("aot_eager")
+        graphs = CompileCounterWithBackend("aot_eager" if name == "gradients" else "eager")
         actual = call(torch.compile(model, backend=graphs))
     assert graphs.frame_count > 1
     torch.testing.assert_close(actual, want)
