@@ -35,7 +35,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 quick: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --quick

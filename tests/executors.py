@@ -74,17 +74,21 @@ def ways(name: str, is_causal: bool, gradients: bool = False) -> tuple[Way, ...]
     return tuple(way for way in WAYS if support(problem, way, gradients) is None)
 
 
-def in_turns(names, forms, each=2):
-    """Parameters (name, form): plans of `OFTEN` in every form, each other plan in `each` of them, the next plan in the
-    next ones.
-    """
+def in_turns(names, forms):
+    """Parameters (name, form): plans of `OFTEN` in every form, each other plan in one, the next in the next."""
     forms = list(forms)
     return [
         pytest.param(name, form, id=f"{name}-{form}")
         for turn, name in enumerate(names)
         for place, form in enumerate(forms)
-        if name in OFTEN or (place - turn * each) % len(forms) < each
+        if name in OFTEN or place == turn % len(forms)
     ]
+
+
+def rotated(first, second, third):
+    """Parameters (one, two, three): all pairs of the first two; the next of either takes the next of the third."""
+    triples = [(a, b, [*third][(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+    return [pytest.param(*triple, id="-".join(map(str, triple))) for triple in triples]
 
 
 def runs(names, forms, gradients=False):

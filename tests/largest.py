@@ -1,7 +1,8 @@
-"""What a computation by operations of torch takes: its largest tensor, and the elements that its operations touch."""
+"""What a computation by operations of torch takes: its largest tensor, what it multiplies, the elements it touches."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 PICKING = ("gather", "index", "index_select", "take", "embedding", "select_scatter")
 """Operations that read as much as they return, whatever the size of their input."""
@@ -22,7 +23,7 @@ def tensors(tree):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returns, and counts the elements that all of them touch.
+    """Remembers the largest tensor that any operation returns; counts operations, and the elements that all touch.
 
     An operation touches the larger of what it reads and what it returns, copies of views included: sorting, comparing
     and adding up n x n numbers are seen even where the n x n numbers are a view of few. Making a view is free.
@@ -30,8 +31,7 @@ class Largest(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.numel = 0
-        self.touched = 0
+        self.numel = self.touched = self.operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -39,8 +39,11 @@ class Largest(TorchDispatchMode):
         for x in tensors(result):
             # Views that repeat memory (expand, overlapping windows) are judged by the memory behind them.
             self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        packet = func.overloadpacket
         if not func.is_view:
-            self.touched += self.work(func.overloadpacket.__name__, args, kwargs, result)
+            self.touched += self.work(packet.__name__, args, kwargs, result)
+        if packet in flop_registry:
+            self.operations += flop_registry[packet](*args, **kwargs, out_val=result)
         return result
 
     @staticmethod

@@ -29,11 +29,12 @@ MEANS = [
     fk.Plan(fk.Sinks(3) | fk.Window(41)),
 ]
 CASES = [
-    (plan, form)
-    for plan in MEANS
-    for form, shape in FORMS.items()
+    (plan, form, [*CLOSE][(turn + place) % 2])
+    for turn, plan in enumerate(MEANS)
+    for place, (form, shape) in enumerate(FORMS.items())
     if (plan.keep.causal and plan.rest.causal if shape.is_causal else not plan.rest.needs_causal)
 ]
+"""Plans and shapes, each in one of the dtypes: the next plan, and the next shape, takes the other."""
 
 
 def has_kernel(plan, x):

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def imported(path: Path) -> Iterator[str]:
             yield from (name for name in {name if name in FILES else node.module for name in named} if name in FILES)
 
 
-ARROWS = {name: set(imported(path)) - {name} for name, path in FILES.items()}
+@cache
+def arrows() -> dict[str, set[str]]:
+    return {name: set(imported(path)) - {name} for name, path in FILES.items()}
 
 
 def room(module: str) -> str:
@@ -34,7 +37,7 @@ def room(module: str) -> str:
 
 
 def test_no_module_imports_itself_through_others():
-    TopologicalSorter(ARROWS).prepare()
+    TopologicalSorter(arrows()).prepare()
 
 
 def test_rooms_import_only_what_lies_below_them():
@@ -43,15 +46,15 @@ def test_rooms_import_only_what_lies_below_them():
     height = {name: -row for row, names in enumerate(rows) for name in names}
     modules = {name for name in FILES if name not in {"fewkeys", "fewkeys.__main__"}}
     assert {room(name) for name in modules} == set(height)
-    arrows = {(room(a), room(b)) for a in modules for b in ARROWS[a] & modules if room(a) != room(b)}
-    assert not {(a, b) for a, b in arrows if height[a] < height[b]}
-    TopologicalSorter({a: {b for start, b in arrows if start == a} for a in height}).prepare()
+    between = {(room(a), room(b)) for a in modules for b in arrows()[a] & modules if room(a) != room(b)}
+    assert not {(a, b) for a, b in between if height[a] < height[b]}
+    TopologicalSorter({a: {b for start, b in between if start == a} for a in height}).prepare()
 
 
 def test_only_commands_import_the_papers():
     """Others run their parts as a stranger's: as selectors, rests and graphs, found by name in the catalogues."""
     outside = set(FILES) - {"fewkeys"} - {name for name in FILES if name.startswith("fewkeys.papers")}
-    importing = {name for name in outside if any(arrow.startswith("fewkeys.papers") for arrow in ARROWS[name])}
+    importing = {name for name in outside if any(arrow.startswith("fewkeys.papers") for arrow in arrows()[name])}
     assert {room(name) for name in importing} <= {"cli/"}
 
 

@@ -157,8 +157,7 @@ def maker(tokenizer, text):
     return tasks.Maker(tokenizer, text)
 
 
-@pytest.mark.parametrize("task", tasks.TASKS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "task"), [(turn % 2, task) for turn, task in enumerate(tasks.TASKS)])
 def test_prompts_hold_their_answers(maker, tokenizer, task, seed):
     length = 1400
     prompt = tasks.TASKS[task](maker, length, seed)
@@ -264,11 +263,11 @@ def test_the_command_runs_and_goes_on(folder, tmp_path, capsys):
     arguments = ["--model", str(folder), "--text", f"lines={tmp_path / 'text.txt'}", "--out", str(out)]
     choices = ["--methods", "exact", "fewkeys", "Quest", "--slots", "64"]
     assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
-    assert main([*arguments, *choices, "--lengths", "1500", "--only", "retrieval", "report"]) == 0
+    assert main([*arguments, *choices[:3], *choices[4:], "--lengths", "1500", "--only", "retrieval", "report"]) == 0
     first = capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
     cells = results["cells"]
-    assert len(cells) == 3 + 1 + 3 * len(tasks.TASKS)
+    assert len(cells) == 3 + 1 + 2 * len(tasks.TASKS)
     assert first.count(" s)") == len(cells)
     assert (out / "figure.png").stat().st_size > 10_000
     assert "| **fewkeys 64** |" in (out / "table.md").read_text()

@@ -255,6 +255,7 @@ def test_the_command_runs_resumes_and_refuses(text, encoder, tmp_path, small, mo
     def never(*_, **__):
         raise AssertionError("a finished stage was repeated")
 
+    monkeypatch.setattr(run, "save_figure", lambda *_: None)  # it would draw the same again
     monkeypatch.setattr(models, "train", never)
     monkeypatch.setattr(evaluation, "model_error", never)
     monkeypatch.setattr(evaluation, "output_errors", never)

@@ -5,6 +5,7 @@ import gc
 import pickle
 import re
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 import fewkeys as fk
+from executors import rotated
 from fewkeys.memory import Stream, coded
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
@@ -61,18 +63,19 @@ WAYS = {
     "beams": {"num_beams": 3},
     "several returned": {"num_beams": 2, "num_return_sequences": 2},
 }
+EVERY = {"recent": ALL, "scan": SCAN}
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("plan", [ALL, SCAN], ids=["recent", "scan"])
-@pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
-def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
-    model = make()
+MAKERS = {"llama": llama, "gpt2": gpt2, "mistral": mistral, "gemma": gemma, "diffllama": diffllama}
+
+
+@pytest.mark.parametrize(("name", "kind", "way"), rotated(MAKERS, [*product(EVERY, (None, "left"))], WAYS))
+def test_a_plan_that_keeps_everything_generates_exactly(name, kind, way):
+    plan, side, model, way = EVERY[kind[0]], kind[1], MAKERS[name](), WAYS[way]
     inputs = padded(side)
     inputs.pop("position_ids", None)
     options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **way}
-    if way.get("num_beams") and make is gemma:
+    if way.get("num_beams") and name == "gemma":
         inputs = {name: t[:1] for name, t in inputs.items()}
     want = model.generate(**inputs, **options)
     actual = model.generate(**inputs, **options, past_key_values=fk.cache(model, plan))
@@ -101,14 +104,17 @@ def drafter():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["assistant", "lookup"])
-@pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), SINKS], ids=["scan", "window", "sinks"])
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [(SMALL_SCAN, "assistant"), (SMALL_SCAN, "lookup"), (fk.Plan(fk.Window(5)), "lookup"), (SINKS, "assistant")],
+    ids=str,
+)
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
     cropped, crop = [], Stream.crop
     monkeypatch.setattr(Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
     model, ids = llama(), tokens(1, 30).repeat(1, 9)
-    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = model.generate(ids, **options, past_key_values=fk.cache(model, plan))
     more = {"assistant_model": drafter()} if way == "assistant" else {"prompt_lookup_num_tokens": 5}
     actual = model.generate(ids, **options, **more, past_key_values=fk.cache(model, plan))
@@ -174,8 +180,7 @@ def test_left_padding_changes_nothing(make, plan):
         close(torch.cat(actual, 1)[one, row_real], want)
 
 
-@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
-@pytest.mark.parametrize("make", [llama, qwen, wide_mistral])
+@pytest.mark.parametrize(("make", "plan"), [(llama, SMALL_SCAN), (qwen, FEW), (wide_mistral, SMALL_SCAN), (llama, FEW)])
 def test_left_padding_changes_no_generated_token(make, plan):
     """Of the cache, and of the applied plan, which sees the queries of one call alone."""
     model, ids, real = fitting(make)
@@ -410,11 +415,10 @@ def test_a_cache_is_not_pickled():
         pickle.dumps(fk.cache(llama(), FEW))
 
 
-@pytest.mark.parametrize("gone", [3, 24])
 @pytest.mark.parametrize(
-    "plan",
-    [FEW, fk.Plan(fk.Window(5) | fk.Sinks(4)), fk.Plan(fk.Window(40))],
-    ids=["means", "sinks", "window"],
+    ("plan", "gone"),
+    [(FEW, 3), (FEW, 24), (fk.Plan(fk.Window(5) | fk.Sinks(4)), 3), (fk.Plan(fk.Window(40)), 24)],
+    ids=["means, few", "means", "sinks", "window"],
 )
 def test_the_newest_tokens_can_be_taken_back(plan, gone):
     """At any place of a unit, also after sequences were selected."""

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, KEEPS, SHAPES, SOME_PLANS, Shape
+from executors import FORMS, rotated
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import reference
 from fewkeys.guard import sample
 
-FORMS = {**SHAPES, **CAUSAL_SHAPES}
 WINDOW = fk.Plan(fk.Window(9))
 spot_check = fk.spot_check
 Q, K, V = SHAPES["plain"].draw()
@@ -43,7 +43,7 @@ def true_errors(shape, plan, tensors=None):
 
 CASES = [
     pytest.param(shape, plan, id=f"{form}: {name}")
-    for form, shape in {**SHAPES, **CAUSAL_SHAPES}.items()
+    for form, shape in FORMS.items()
     for name, plan in SOME_PLANS.items()
     if not shape.is_causal or plan in CAUSAL_PLANS.values()
 ]
@@ -79,11 +79,12 @@ def test_exact_attention_has_no_error_and_no_doubt(plan):
     assert (actual.error, actual.low, actual.high, actual.queries, actual.of) == (0, 0, 0, 0, 2 * 103)
 
 
-@pytest.mark.parametrize("name", KEEPS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision(name, dtype):
+@pytest.mark.parametrize(
+    ("form", "name", "dtype"), rotated(["grouped"], KEEPS, [torch.bfloat16, torch.float16, torch.float32])
+)
+def test_low_precision(form, name, dtype):
     """Half-precision outputs move by their rounding, 2^-8 or 2^-11 of their size, and so does the error."""
-    shape, plan = SHAPES["grouped"], fk.Plan(KEEPS[name])
+    shape, plan = FORMS[form], fk.Plan(KEEPS[name])
     tensors = [tensor.to(dtype) for tensor in shape.draw()]
     actual = spot_check(*tensors, plan, queries=70)
     few = fk.attention(*tensors, plan=plan.never_exact()).float()
@@ -122,15 +123,19 @@ def test_every_query_is_drawn_equally_often(queries, count):
     assert len(used) == min(queries, count)
 
 
-@pytest.mark.parametrize("form", ["padded", "cross padded", "causal padded", "grouped", "causal with offset"])
-@pytest.mark.parametrize("keep", [fk.Window(9), fk.select.Leverage(7) | fk.Window(5)], ids=str)
-def test_estimates_are_unbiased(form, keep):
+SAMPLED = ["padded", "cross padded", "causal padded", "grouped", "causal with offset", "causal"]
+
+
+@pytest.mark.parametrize(
+    ("form", "queries", "keep"), rotated(SAMPLED, [9], [fk.Window(9), fk.select.Leverage(7) | fk.Window(5)])
+)
+def test_estimates_are_unbiased(form, queries, keep):
     """The mean over 200 samples lies within four of its own standard deviations of the truth."""
     shape, plan = FORMS[form], fk.Plan(keep)
     truth = float(true_errors(shape, plan).mean())
     tensors = shape.draw()
     actual = torch.tensor(
-        [spot_check(*tensors, plan, queries=9, generator=seed(number), **shape.options).error for number in range(200)],
+        [spot_check(*tensors, plan, queries=queries, generator=seed(n), **shape.options).error for n in range(200)],
         dtype=torch.float64,
     )
     assert actual.std() > 0

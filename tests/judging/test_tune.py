@@ -178,7 +178,7 @@ def test_errors_of_both_kinds_count_by_those_of_the_budget(monkeypatch):
 @pytest.mark.long
 def test_slots_go_where_the_projection_looks(monkeypatch):
     """Of two key heads with inputs alike, the one whose output the layer enlarges gets more slots."""
-    taken = captured(length=60)
+    taken = captured(layers=1, length=60)
     for loud in (0, 1):
         size = torch.full((4,), 0.01)
         size[2 * loud : 2 * loud + 2] = 10.0
@@ -216,7 +216,7 @@ def test_an_error_is_met_with_fewer_slots_the_larger_it_is():
 
 @pytest.mark.long
 def test_tuning_is_deterministic_and_reports_progress():
-    taken = captured()
+    taken = captured(batches=1)
     seen = []
     one = fk.tune(taken, 8, progress=lambda *step: seen.append(step))
     two = fk.tune(taken, 8)
@@ -229,7 +229,7 @@ def test_tuning_is_deterministic_and_reports_progress():
 
 @pytest.mark.long
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    taken = captured()
+    taken = captured(batches=1)
     whole = fk.tune(taken, 8)
 
     def stop(done, total, what):
@@ -253,7 +253,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert fk.tune(taken, 8, directory=tmp_path) == whole
     assert layers == [0]
     layers.clear()
-    fk.tune(captured(seed=1), 8, directory=tmp_path)
+    fk.tune(captured(batches=1, seed=1), 8, directory=tmp_path)
     fk.tune(taken, 8, directory=tmp_path, seed=1)
     fk.tune(taken, 9, directory=tmp_path)
     assert layers == [0, 1, 0, 1] * 3

@@ -36,8 +36,7 @@ def taken(monkeypatch):
     return spy(monkeypatch, forward)
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
+@pytest.mark.parametrize(("plan", "form", "dtype"), CASES, ids=str)
 def test_it_is_the_reference(plan, form, dtype, taken):
     shape = FORMS[form]
     tensors = shape.draw(dtype=dtype)

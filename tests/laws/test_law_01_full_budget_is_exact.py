@@ -6,12 +6,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, WEIGHTS
-from executors import WAYS, support
+from executors import FORMS, WAYS, rotated, support
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
 
-ALL = {**SHAPES, **CAUSAL_SHAPES}
 EVERY_KEY = {
     "window": fk.Window(1000),
     "sinks": fk.Sinks(1000),
@@ -40,17 +39,16 @@ def by_definition(query, key, value, shape, weights):
     return torch.stack(heads, 1)
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
-def test_no_plan_is_the_definition(shape, weights, impl):
+@pytest.mark.parametrize(("form", "name", "impl"), rotated(FORMS, WEIGHTS, ["auto", "torch", "reference"]))
+def test_no_plan_is_the_definition(form, name, impl):
+    shape, weights = FORMS[form], WEIGHTS[name]
     q, k, v = shape.draw()
     actual = fk.attention(q, k, v, weights=weights, impl=impl, **shape.options)
     torch.testing.assert_close(actual, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 3.0])
-@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("shape", FORMS.values(), ids=FORMS)
 def test_entmax_is_the_definition(shape, alpha):
     """Weights add up to one, and are `max(0, (alpha - 1) s - tau)^(1 / (alpha - 1))`, one tau for every query."""
     q, k, _ = shape.draw()
@@ -69,11 +67,10 @@ def test_entmax_is_the_definition(shape, alpha):
     torch.testing.assert_close(weight, expected.masked_fill(~seen, 0.0), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
-@pytest.mark.parametrize("keep", EVERY_KEY.values(), ids=EVERY_KEY)
-@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
-def test_full_budget(shape, keep, impl):
+@pytest.mark.parametrize(("form", "name", "impl"), rotated(FORMS, EVERY_KEY, ["auto", "reference"]))
+def test_full_budget(form, name, impl):
     """Stand-ins, where the shape allows them, have nothing left to stand in for."""
+    shape, keep = FORMS[form], EVERY_KEY[name]
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
     rest = fk.BlockMeans(3) if isinstance(keep, fk.KeyScan) else rest
     q, k, v = shape.draw()
@@ -85,20 +82,19 @@ ONE_WAY = {**EVERY_KEY, "recent blocks": fk.select.RecentBlocks(8, 100), "wide w
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("form", FORMS)
 def test_every_executor_is_exact_on_a_full_budget(form, way):
     """The executors themselves: plans that cover everything never reach them through the front door."""
-    shape, tried = ALL[form], 0
+    shape, tried = FORMS[form], 0
     q, k, v = shape.draw(dtype=way.dtype)
+    inputs = check_inputs(q, k, v, impl=way.impl, **shape.options)
+    expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
     for keep in ONE_WAY.values():
         # A budget far beyond the keys there are is exact without and with stand-ins, which have nobody to speak for.
         for rest in (fk.Drop(), *(() if shape.is_causal else (fk.ClusterMeans(4, rank=2),))):
-            inputs = check_inputs(q, k, v, impl=way.impl, **shape.options)
             problem = prepare(inputs, fk.Plan(keep, rest))
             if support(problem, way) is None:
-                actual = EXECUTORS[way.impl].attend(problem)
-                expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
-                way.assert_close(actual, expected)
+                way.assert_close(EXECUTORS[way.impl].attend(problem), expected)
                 tried += 1
     assert tried >= 4
 

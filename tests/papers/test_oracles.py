@@ -300,7 +300,7 @@ def test_the_re_fit_reaches_zero_where_it_can(thin):
 )
 def test_every_kernel(kernel):
     g = torch.Generator().manual_seed(0)
-    scores, values = torch.randn(2, 3, 6, 20, generator=g), torch.randn(2, 3, 20, 5, generator=g)
+    scores, values = torch.randn(1, 2, 6, 20, generator=g), torch.randn(1, 2, 20, 5, generator=g)
     scores[0, 0, 0] = -scores[0, 0, 0].abs()  # Relu has no weight at all for this row
     weights = kernel.normalised(scores)
     dead = weights.sum(-1) == 0

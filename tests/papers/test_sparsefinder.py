@@ -89,8 +89,10 @@ def test_loss_is_its_definition(seed, share, margin):
 # --- learning ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [{}, {"causal": True}, {"lengths": (24, 20, 11, 24)}, {"kv_heads": 1}], ids=str)
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+PLANTED = [{}, {"causal": True}, {"lengths": (24, 20, 11, 24)}, {"kv_heads": 1}]
+
+
+@pytest.mark.parametrize(("kind", "shared"), [*zip(PLANTED, 2 * [False, True], strict=True)], ids=str)
 def test_a_fit_finds_the_planted_plane(kind, shared):
     """4 clusters of the learned space find the planted places of held-out sequences; those of the raw space do not."""
     capture = planted(batches=12, **kind)
@@ -124,8 +126,7 @@ def test_the_same_seed_gives_the_same_bits_and_touches_no_other_randomness():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("after", [1, 4, 9, 14])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize(("after", "shared"), [(1, True), (4, False), (9, True), (14, False)])
 def test_an_interrupted_fit_goes_on_bit_for_bit(tmp_path, after, shared):
     capture = captured(layers=2, batches=3)
     whole = fit(capture, shared=shared)

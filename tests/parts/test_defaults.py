@@ -10,6 +10,7 @@ import torch
 import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
+from executors import in_turns
 from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder, value_aware
 
@@ -41,8 +42,7 @@ def forget():
                     part.cache_clear()
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "impl"), in_turns(ALL, ["auto", "torch"]))
 def test_default_device_and_dtype_change_nothing(name, impl):
     shape = SHAPES["padded"]
     lengths, tensors = torch.tensor(shape.lengths), shape.draw(dtype=torch.float32)

@@ -7,6 +7,7 @@ import torch
 from experiments.sparsefinder import baselines
 
 import fewkeys as fk
+from executors import rotated
 
 # Torch's own, of its forward mode and of `vmap`.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (".torch.jit.script. is", "There is a perf")]
@@ -84,9 +85,8 @@ def second(name, subset, impl, dtype):
     return torch.autograd.grad(sum((x * y).sum() for x, y in zip(actual, along, strict=True)), chosen)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("subset", SUBSETS, ids=str)
-def test_second_derivatives_of_some(name, subset):
+@pytest.mark.parametrize(("name", "subset", "way"), rotated(PLANS, SUBSETS, WAYS))
+def test_second_derivatives_of_some(name, subset, way):
+    impl, dtype = way
     want = second(name, subset, "reference", torch.float64)
-    for impl, dtype in WAYS:
-        assert_close(second(name, subset, impl, dtype), want, dtype)
+    assert_close(second(name, subset, impl, dtype), want, dtype)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from executors import rotated
 from fewkeys.sketch.gram import triangular_root
 
 DRAWN = {
@@ -17,10 +18,8 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("drawn", DRAWN)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("queries", [1, 2, 3, 5, 8, 25])
-def test_few_queries(queries, dim, drawn):
+@pytest.mark.parametrize(("queries", "drawn", "dim"), rotated([1, 2, 3, 5, 8, 25], DRAWN, [64, 128, 256]))
+def test_few_queries(queries, drawn, dim):
     g = torch.Generator().manual_seed(queries)
     query = DRAWN[drawn](torch.randn(1, 2, queries, dim, generator=g))
     key, value = torch.randn(2, 1, 2, 300, dim, generator=g)

@@ -7,6 +7,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS
+from executors import rotated
 from fewkeys.memory import Stream, files
 from odd_keys import EXTREME
 
@@ -40,18 +41,19 @@ def feed(stream, q, k, v, sizes):
     return torch.cat(outputs, 2)
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("kind", EXTREME)
-def test_finite_where_exact_attention_is(name, kind):
-    plan = PLANS[name]
-    for sizes, begin, dtype in zip(PIECES, (0, 60, 70), (torch.float32, torch.bfloat16, torch.float32), strict=True):
-        q, k, v, scale = draw(kind, begin, dtype)
-        exact = fk.attention(q, k, v, weights=plan.weights, is_causal=True, scale=scale)
-        actual = feed(fk.stream(plan, scale=scale), q, k, v, sizes)
-        assert actual.dtype == dtype
-        seen = exact.isfinite().all(-1)
-        assert actual[seen].isfinite().all()
-        assert (actual[seen].abs() <= 1.01 * v.abs().max()).all()
+COMING = [*zip(PIECES, (0, 60, 70), (torch.float32, torch.bfloat16, torch.float32), strict=True)]
+
+
+@pytest.mark.parametrize(("name", "kind", "coming"), rotated(PLANS, EXTREME, COMING))
+def test_finite_where_exact_attention_is(name, kind, coming):
+    plan, (sizes, begin, dtype) = PLANS[name], coming
+    q, k, v, scale = draw(kind, begin, dtype)
+    exact = fk.attention(q, k, v, weights=plan.weights, is_causal=True, scale=scale)
+    actual = feed(fk.stream(plan, scale=scale), q, k, v, sizes)
+    assert actual.dtype == dtype
+    seen = exact.isfinite().all(-1)
+    assert actual[seen].isfinite().all()
+    assert (actual[seen].abs() <= 1.01 * v.abs().max()).all()
 
 
 @pytest.mark.parametrize("name", FIXED)
