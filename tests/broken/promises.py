@@ -83,8 +83,8 @@ PROMISES = (
     Breakage(
         "statistics are float32: counts are made on the default device",
         "sketch/clusters.py",
-        'torch.tensor([query_counts, real], dtype=torch.float32, device="cpu")',
-        "torch.tensor([query_counts, real], dtype=torch.float32)",
+        'part, dtype=torch.float32, device="cpu")',
+        "part, dtype=torch.float32)",
         (Law("parts/test_defaults", "default_device and auto"),),
     ),
     Breakage(
