@@ -50,17 +50,18 @@ def test_default_device_and_dtype_change_nothing(name, impl):
         tensors, lengths = CAUSAL_SHAPES["causal padded"].draw(dtype=torch.float32), torch.tensor([150, 71])
     causal = ALL[name].rest.needs_causal
 
-    def call():
+    def call(lengths):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         output = fk.attention(*leaves, plan=ALL[name], impl=impl, lengths=lengths, is_causal=causal)
         output.square().sum().backward()
         return [output.detach(), *(tensor.grad for tensor in leaves)]
 
-    want = call()
-    actual = elsewhere(call)
-    for one, other in zip(actual, want, strict=True):
-        if other is not None:
-            assert torch.equal(one, other)
+    for real in (lengths, None):
+        want = call(real)
+        actual = elsewhere(lambda real=real: call(real))
+        for one, other in zip(actual, want, strict=True):
+            if other is not None:
+                assert torch.equal(one, other)
 
 
 SHORT = SHAPES["plain"].draw(dtype=torch.float32)
