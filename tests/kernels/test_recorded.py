@@ -11,6 +11,8 @@ import fewkeys as fk
 from cases import Shape
 from fewkeys import flow, native
 from fewkeys.core.validation import check_inputs
+from fewkeys.cost import crossover
+from fewkeys.cost.crossover import Line
 from fewkeys.execute.native import recorded
 from fewkeys.native import tensors
 from fewkeys.sketch.clusters import clusters
@@ -62,6 +64,20 @@ def test_later_calls_give_the_same_bits(plan, form, prepared):
     assert len(prepared) == 1
     for one, output in zip(rows, outputs, strict=True):
         assert torch.equal(output, anew(one, plan, **form.options))
+
+
+def test_plans_that_may_give_way(prepared, monkeypatch):
+    """The choice by expected times leaves no statistic with the inputs."""
+    monkeypatch.setattr(crossover, "_lines", lambda *_: (Line(1e6, 0.0), Line(0.0, 0.0), Line(0.0, 0.0)))
+    plan, form = fk.budget(16, cohorts=4), Shape(queries=1801, keys=1801)
+    flow._gives_way.cache_clear()
+    try:
+        for one in drawn(form, 3):
+            fk.attention(*(part.transpose(1, 2).contiguous().transpose(1, 2) for part in one), plan=plan)
+    finally:
+        flow._gives_way.cache_clear()
+    assert len(prepared) == 1
+    assert recordings()
 
 
 def test_other_shapes_and_plans_are_other_calls():

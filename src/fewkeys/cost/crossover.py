@@ -138,7 +138,7 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
     """The expected times. None if no lines can be kept, and for a plan with more arithmetic than exact attention."""
     if plan_operations(inputs, plan) >= exact_operations(inputs):
         return None
-    return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
+    return _expected(inputs, plan)
 
 
 def _expected(x: Inputs, plan: Plan) -> Expected | None:
