@@ -31,5 +31,5 @@ def plain(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
 def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
     """The settings to search."""
     sizes = [slots for slots in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384) if slots <= keys // 2]
-    groups = [cohorts for cohorts in (1, 8, 32, 64) if 16 * cohorts <= queries]
+    groups = [cohorts for cohorts in (1, 2, 4, 8, 16, 32, 64) if 16 * cohorts <= queries]
     return [{"slots": slots, "cohorts": cohorts} for slots, cohorts in product(sizes, groups)]

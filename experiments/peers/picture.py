@@ -62,7 +62,7 @@ def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     oracle = {kept: oracle[kept] for kept in (64, 256) if oracle.get(kept, 0.0) > LEAST}
     machine = data["machine"]
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    subtitle = f"{data['title']}; {machine['cpu']}, {threads}; dotted: the best 64 and 256 keys of each query (oracle)"
+    subtitle = f"{data['title']}; {machine['cpu']}, {threads}; dotted: the oracle's best keys"
     figure, (axes,) = sheet(f"Error against time: {data['setting']}", subtitle, names=2.2)
     exact = data["exact_ms"]
     for name, line in lines.items():

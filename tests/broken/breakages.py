@@ -186,8 +186,8 @@ BREAKAGES = (
     Breakage(
         "neighbours by torch: stand-ins speak for keys that the window keeps",
         "execute/torch/by_cohort.py",
-        "spoken_for - take(near.counts(s), place)",
-        "spoken_for",
+        "represented - take(near.counts(s), place)",
+        "represented",
         (AROUND,),
     ),
     Breakage(
@@ -345,10 +345,10 @@ BREAKAGES = (
         (SUMS,),
     ),
     Breakage(
-        "gradients of the sums of cohorts: the last one is left out",
-        "native/tilts.h",
-        "mix(grad.data(), both, p.cohorts, both, &turned[j]",
-        "mix(grad.data(), both, p.cohorts - 1, both, &turned[j]",
+        "gradients of the sums of cohorts: the products have none",
+        "sketch/tilted.py",
+        "return key_sum, value_sum, products",
+        "return key_sum, value_sum, None",
         (SUMS,),
     ),
     Breakage(
@@ -409,10 +409,10 @@ BREAKAGES = (
         (Law("parts/test_scan_streams", "heads_of_their_own"),),
     ),
     Breakage(
-        "gradients of the products of cohorts: every key weighs one",
+        "products of cohorts: every key weighs one",
         "native/tilts.h",
-        "scale(&keys.row[j * both], keys.weight[j], both)",
-        "scale(&keys.row[j * both], 1.0f, both)",
+        "scale(&weighted[j * deep], keys.weight[j], deep)",
+        "scale(&weighted[j * deep], 1.0f, deep)",
         (SUMS,),
     ),
     Breakage(

@@ -49,7 +49,7 @@ def test_fields_are_those_of_the_header():
         *((name, ctypes.c_void_p) for name in ("label", "share", "sums", "middle", "products")),
         *((name, ctypes.c_int64) for name in ("heads", "keys", "dim", "value_dim", "count")),
     ]
-    assert dict(tensors.struct("TiltsBack")._fields_)["of"] is tensors.struct("Tilts")
+    assert dict(tensors.struct("ScanAttend")._fields_)["of"] is tensors.struct("Scan")
     assert dict(tensors.struct("Clustered")._fields_)["tilt"] is ctypes.c_float
     with pytest.raises(TypeError, match="Sums: expected fields of the struct, got rows, weights"):
         tensors.struct("Sums")(weights=1, rows=2, dim=3)

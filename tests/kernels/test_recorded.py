@@ -23,6 +23,7 @@ pytestmark = needs_compiler
 PLANS = {
     "cohorts": fk.budget(64, cohorts=4).never_exact(),
     "more slots": fk.budget(128, cohorts=8).never_exact(),
+    "few slots": fk.budget(12, cohorts=4).never_exact(),
     "no window": fk.Plan(fk.select.Outliers(9, 5, cohorts=2), fk.ClusterMeans(5, rank=2, cohorts=2)),
 }
 FORMS = {

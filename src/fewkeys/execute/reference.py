@@ -159,8 +159,8 @@ def _of_cohorts(problem: Problem, stand_ins: CohortStandIns, rows: _Rows) -> _Co
         largest = x.bias.largest[:, None, None]
         unkept, scores = unkept * (rows.bias - largest).exp(), scores + largest
     cluster = one_hot(s.label, s.count).to(unkept.dtype).repeat_interleave(x.gqa_ratio, 1)
-    spoken_for = unkept @ cluster / of_queries(s.size).clamp_min(1)
-    scores = scores + logarithm(of_queries(s.mass) * spoken_for)
+    represented = unkept @ cluster / of_queries(s.size).clamp_min(1)
+    scores = scores + logarithm(of_queries(s.mass) * represented)
     multiplicity, value = (cohort >= 0).to(scores.dtype).unsqueeze(-1), of_queries(s.value)
     if s.left is None or s.right is None or s.factor is None or s.bounds is None:
         return scores, multiplicity, value, None

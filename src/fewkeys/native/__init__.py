@@ -1,14 +1,14 @@
 """Compiled kernels for the CPU: they do in one pass over memory what torch's operations do in many.
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (once per machine and version),
-and loaded with ctypes. `execute.native` and `sketch.tilted` give them gradients. Without a compiler torch does the same
-work with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them
-off.
+and loaded with ctypes. Gradients are those of torch's operations (`core.derivatives`). Without a compiler torch does
+the same work with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment
+turns them off.
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
+from fewkeys.native.cohorts import best, cohort_means, halve, tilt
 from fewkeys.native.extent import by_head, largest
 from fewkeys.native.keys import cluster, frame, label_sums, sums_and_products
 from fewkeys.native.tensors import readable, suits
@@ -31,5 +31,4 @@ __all__ = [
     "suits",
     "sums_and_products",
     "tilt",
-    "tilt_back",
 ]

@@ -55,20 +55,6 @@ def tilt(
     return mass, energy, size, key_sum, value_sum, level, products
 
 
-def tilt_back(
-    key: Tensor, value: Tensor, facts: dict[str, Any], gradients: tuple[Tensor, Tensor, Tensor | None], **numbers: float
-) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values, float32, from those of both sums and `together`. `facts`: as in `tilt`, and the
-    `level` that it returns.
-    """
-    key, value = alike(key, value)
-    of_sums = dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True))
-    to_key, to_value = (rows.new_zeros(rows.shape, dtype=torch.float32) for rows in (key, value))
-    args = struct("TiltsBack")(of=_tilts(key, value, facts, numbers), **of_sums, key=to_key, value=to_value)
-    call("fewkeys_tilt_back", args, key.dtype)
-    return to_key, to_value
-
-
 def _tilts(key: Tensor, value: Tensor, tensors: dict[str, Any], numbers: dict[str, float]) -> KernelArgs:
     sizes = {name: tensors[of].shape[dim] for name, of, dim in (("cohorts", "mean", 2), ("kept", "index", 3))}
     return struct("Tilts")(**sized(key, value), **tensors, **sizes, count=tensors["level"].shape[3], **numbers)

@@ -137,13 +137,6 @@ struct Tilts {
   float tilt, largest;
 };
 
-// Gradients of `Tilts`.
-struct TiltsBack {
-  Tilts of;                                     // of its sums only `level` is read
-  const float *key_sum, *value_sum, *together;  // gradients of the sums of the same names
-  float *key, *value;                           // (B, Hkv, Nk, D or Dv): gradients; padding is not written
-};
-
 // The stand-ins of cohorts, from the sums of `Tilts`, which are overwritten (`fewkeys.rest.cohort_means`).
 struct CohortStandIns {
   const float *mass, *energy, *level, *together;  // as in `Tilts`

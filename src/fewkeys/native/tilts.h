@@ -1,5 +1,5 @@
-// Sums over clusters of keys, weighted for each cohort, and their gradients (`fewkeys.sketch.tilted`). Cohorts are in
-// the lanes, keys in the rows.
+// Sums over clusters of keys, weighted for each cohort (`fewkeys.sketch.tilted`). Cohorts are in the lanes, keys in the
+// rows.
 #pragma once
 #include <optional>
 
@@ -59,7 +59,6 @@ class Cluster {
   Floats row;                                 // (CHUNK, both): centred keys, values
   Floats score;                               // e (tiles, CHUNK, TILE)
   float half_variance[CHUNK], weight[CHUNK];  // k^T W k / 2, and the sum of e over all cohorts
-  const int32_t *place = nullptr;             // positions of the current keys
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
@@ -94,7 +93,7 @@ class Cluster {
   // Reads the next keys and computes their weights; returns their number.
   int look() {
     const int count = std::min<int64_t>(CHUNK, end - at);
-    place = order + at;
+    const int32_t *place = order + at;
     for (int j = 0; j < count; j++) {
       const int64_t ahead = place[std::min<int64_t>(j + AHEAD, end - at - 1)];
       prefetch(key(ahead), dim * sizeof(T)), prefetch(value(ahead), value_dim * sizeof(T));
@@ -212,69 +211,6 @@ class Tilting {
   }
 };
 
-// Gradients of keys and values. Key and value j of cluster c get sum_h e_hj G_hc, where G is the gradient of the sums. If
-// the products have the gradient P, the key also gets w_j P v_j and the value w_j P^T (k_j - middle), where w_j is the
-// sum of e_hj over all cohorts.
-template <class T>
-class TiltingBack {
- public:
-  explicit TiltingBack(const TiltsBack &back)
-      : back(back), p(back.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
-        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), of_rows(CHUNK * keys.both),
-        products(back.together ? keys.deep * wide : 0), across(products.size()) {}
-
-  void pass_on(const ByCluster &order, int64_t head, int64_t cluster) {
-    const int64_t both = keys.both, deep = keys.deep;
-    keys.take(order, head, cluster);
-    for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t from = (head * p.cohorts + h) * p.count + cluster;
-      keys.level[h] = p.level[from];
-      std::copy_n(back.key_sum + from * p.dim, p.dim, &grad[h * both]);
-      std::copy_n(back.value_sum + from * p.value_dim, p.value_dim, &grad[h * both + deep]);
-    }
-    if (back.together) read_products(head);
-    while (const int count = keys.look()) {
-      for (size_t t = 0; t < keys.cohorts.size(); t++)
-        to_lanes(&keys.score[t * CHUNK * TILE], TILE, count, TILE, 1.0f, &turned[t * TILE * TILE]);
-      if (back.together) {
-        for (int j = 0; j < count; j++) scale(&keys.row[j * both], keys.weight[j], both);
-        to_lanes(keys.row.data(), both, count, both, 1.0f, lanes.data());
-      }
-      std::fill(of_rows.begin(), of_rows.end(), 0.0f);
-      for (int j = 0; j < count; j += SOME) {
-        float *to = &of_rows[j * both];
-        mix(grad.data(), both, p.cohorts, both, &turned[j], TILE, to, both);
-        if (!back.together) continue;
-        mix(across.data(), deep, p.value_dim, deep, &lanes[deep * TILE + j], TILE, to, both);
-        mix(products.data(), wide, p.dim, wide, &lanes[j], TILE, to + deep, both);
-      }
-      for (int j = 0; j < count; j++) {
-        const int64_t at = head * p.keys + keys.place[j];
-        std::copy_n(&of_rows[j * both], p.dim, back.key + at * p.dim);
-        std::copy_n(&of_rows[j * both + deep], p.value_dim, back.value + at * p.value_dim);
-      }
-    }
-  }
-
- private:
-  const TiltsBack &back;
-  const Tilts &p;
-  Cluster<T> keys;
-  const int64_t wide;
-  Floats grad, turned;      // G (H, both), padded; e (tiles x TILE, CHUNK)
-  Floats lanes, of_rows;    // keys and values; their gradients (CHUNK, both)
-  Floats products, across;  // P (D, Dv) and P^T, padded in both dimensions
-  int64_t products_head = -1;
-
-  void read_products(int64_t head) {
-    if (products_head == head) return;
-    products_head = head;
-    for (int64_t d = 0; d < p.dim; d++)
-      for (int64_t e = 0; e < p.value_dim; e++)
-        products[d * wide + e] = across[e * keys.deep + d] = back.together[(head * p.dim + d) * p.value_dim + e];
-  }
-};
-
 // The keys of a head by cluster, and sums over them in portions of clusters, whose number does not depend on the threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
@@ -283,55 +219,38 @@ struct HeadSums {
   Floats products;  // (PORTIONS, D, Dv), padded in both dimensions; empty if not needed
 
   explicit HeadSums(const Tilts &p) : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0) {}
+
+  void sort(const Tilts &p, int64_t head) { order.sort(p, head), products.assign(PORTIONS * size, 0.0f); }
+
+  void finish(const Tilts &p, int64_t head) {
+    if (!size) return;
+    float *sum = products.data(), *to = p.together + head * p.dim * p.value_dim;
+    for (int64_t i = 1; i < PORTIONS; i++) add(sum, sum + i * size, 1.0f, size);
+    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * wide, p.value_dim, to + d * p.value_dim);
+  }
 };
 
-// Calls `run(worker, sums, head, portion, cluster)` for all clusters, and then `finish(sums, head)`, if any. If there are
-// many heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
-template <class Worker, class Args, class Run, class... Finish>
-static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
+// If there are many heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
+template <class T>
+static void tilt(const Tilts &p, int threads) {
   struct Thread {
     HeadSums sums;
-    std::optional<Worker> worker;  // of threads that run clusters
+    std::optional<Tilting<T>> tilting;  // of threads that add up clusters
   };
   constexpr int64_t PORTIONS = HeadSums::PORTIONS;
   const bool whole = p.heads >= 4 * team_size(threads);
   std::vector<HeadSums> shared(whole ? 0 : p.heads, HeadSums(p));
   const auto sums_of = [&](Thread &thread, int64_t head) -> HeadSums & { return whole ? thread.sums : shared[head]; };
-  const auto sort = [&](Thread &thread, int64_t head, int64_t) {
+  const auto add_up = [&](Thread &thread, int64_t head, int64_t portion) {
     HeadSums &sums = sums_of(thread, head);
-    sums.order.sort(p, head);
-    sums.products.assign(PORTIONS * sums.size, 0.0f);
-  };
-  const auto run_portion = [&](Thread &thread, int64_t head, int64_t portion) {
-    if (!thread.worker) thread.worker.emplace(args);
+    if (!thread.tilting) thread.tilting.emplace(p);
     for (int64_t c = portion * p.count / PORTIONS; c < (portion + 1) * p.count / PORTIONS; c++)
-      run(*thread.worker, sums_of(thread, head), head, portion, c);
+      thread.tilting->add_up(sums.order, head, c, sums.size ? &sums.products[portion * sums.size] : nullptr);
   };
-  in_phases(threads, p.heads, whole, [&] { return Thread{HeadSums(p), {}}; }, Phase{1, sort},
-            Phase{PORTIONS, run_portion},
-            Phase{1, [&](Thread &thread, int64_t head, int64_t) { finish(sums_of(thread, head), head); }}...);
-}
-
-template <class T>
-static void tilt(const Tilts &p, int threads) {
-  const auto add_up = [](Tilting<T> &one, HeadSums &sums, int64_t head, int64_t portion, int64_t cluster) {
-    one.add_up(sums.order, head, cluster, sums.size ? &sums.products[portion * sums.size] : nullptr);
-  };
-  const auto finish = [&](HeadSums &sums, int64_t head) {
-    if (!sums.size) return;
-    float *sum = sums.products.data(), *to = p.together + head * p.dim * p.value_dim;
-    for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * sums.size, 1.0f, sums.size);
-    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * sums.wide, p.value_dim, to + d * p.value_dim);
-  };
-  by_head<Tilting<T>>(p, p, threads, add_up, finish);
-}
-
-template <class T>
-static void tilt_back(const TiltsBack &p, int threads) {
-  const auto pass_on = [](TiltingBack<T> &one, HeadSums &sums, int64_t head, int64_t, int64_t cluster) {
-    one.pass_on(sums.order, head, cluster);
-  };
-  by_head<TiltingBack<T>>(p, p.of, threads, pass_on);
+  in_phases(threads, p.heads, whole, [&] { return Thread{HeadSums(p), {}}; },
+            Phase{1, [&](Thread &thread, int64_t head, int64_t) { sums_of(thread, head).sort(p, head); }},
+            Phase{PORTIONS, add_up},
+            Phase{1, [&](Thread &thread, int64_t head, int64_t) { sums_of(thread, head).finish(p, head); }});
 }
 
 }  // namespace fewkeys

@@ -237,7 +237,7 @@ class Drop(Rest):
 
 
 @dataclass(frozen=True)
-class Counted(Rest, ABC, listed=False):
+class CountedRest(Rest, ABC, listed=False):
     """A rule that makes `count` stand-ins."""
 
     count: int

@@ -15,14 +15,14 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working_dtype
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
-from fewkeys.rest.base import Counted, RangeStandIns
+from fewkeys.rest.base import CountedRest, RangeStandIns
 from fewkeys.select.base import Selector
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
 
 @dataclass(frozen=True)
-class BlockMeans(Counted):
+class BlockMeans(CountedRest):
     """Beside `KeyScan`: at most `count` ranges of the past, each represented by its mean key and mean value.
 
     A query whose own block is the s-th (from 0) has the s blocks of 32 keys before it in ranges that begin

@@ -13,7 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import CohortStandIns, Counted, StandIns, bounds_around, unkept, within_reach
+from fewkeys.rest.base import CohortStandIns, CountedRest, StandIns, bounds_around, unkept, within_reach
 from fewkeys.rest.cohort_means import at_least_tiny, cohort_means, spread_factor
 from fewkeys.select.base import Selector
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
@@ -23,7 +23,7 @@ from fewkeys.sketch.tilted import LARGEST_TILT
 
 
 @dataclass(frozen=True)
-class ClusterMeans(Counted):
+class ClusterMeans(CountedRest):
     """`count` clusters of the keys, each represented by one key, one value and the number of its keys.
 
     Clusters are those of `fewkeys.sketch.clusters`. Under `Softmax`, with t = 1/2, importance g and its mean over the

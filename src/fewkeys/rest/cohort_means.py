@@ -33,7 +33,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     cluster = clusters(x, count)
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
     middle, together = frame(x).mean, sums.together
-    if together is not None and compiled_at_once(x) and not wants_gradient(x.key, x.value):
+    if compiled_at_once(x) and not wants_gradient(x.key, x.value):
         tensors = {name: rows for name, rows in vars(sums).items() if name != "size"}
         tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}

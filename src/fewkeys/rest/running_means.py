@@ -13,12 +13,12 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
 from fewkeys.past.scan import scan
-from fewkeys.rest.base import BlockStandIns, Counted
+from fewkeys.rest.base import BlockStandIns, CountedRest
 from fewkeys.select.base import Recent, Selector
 
 
 @dataclass(frozen=True)
-class RunningMeans(Counted):
+class RunningMeans(CountedRest):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
     Beside `RecentBlocks` and any number of `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`). When a block

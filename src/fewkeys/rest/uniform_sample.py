@@ -10,13 +10,13 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.rest.base import Counted, StandIns, unkept
+from fewkeys.rest.base import CountedRest, StandIns, unkept
 from fewkeys.select.base import Selector
 from fewkeys.select.controls import uniform
 
 
 @dataclass(frozen=True)
-class UniformSample(Counted):
+class UniformSample(CountedRest):
     """`count` keys drawn uniformly from those not kept, each weighted by the size of its share.
 
     The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size;

@@ -148,7 +148,7 @@ class Selector(Listed, ABC):
 
 
 @dataclass(frozen=True)
-class Counted(Selector, ABC, listed=False):
+class CountedSelector(Selector, ABC, listed=False):
     """A rule that keeps `count` keys for every query."""
 
     count: int

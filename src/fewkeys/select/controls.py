@@ -12,12 +12,12 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.select.base import Counted, Sharded, shared_top
+from fewkeys.select.base import CountedSelector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 
 
 @dataclass(frozen=True)
-class KeyNorm(Counted):
+class KeyNorm(CountedSelector):
     """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
 
     causal = True
@@ -36,7 +36,7 @@ class KeyNorm(Counted):
 
 
 @dataclass(frozen=True)
-class RandomKeys(Counted):
+class RandomKeys(CountedSelector):
     """`count` keys drawn uniformly without replacement, per sequence and head, shared by all queries.
 
     Draws come from the call's `generator` (seed 0 if none is given).

@@ -15,7 +15,7 @@ from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
 from fewkeys.native.codes import LARGEST_CODED
-from fewkeys.select.base import Counted, Remembered
+from fewkeys.select.base import CountedSelector, Remembered
 from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs, width
 
 PER_CODE = 0.25
@@ -23,7 +23,7 @@ PER_CODE = 0.25
 
 
 @dataclass(frozen=True)
-class KeyScan(Counted):
+class KeyScan(CountedSelector):
     """The query's own block of 32 keys up to itself, and the `count` best of the keys before it, by their codes.
 
     Every query scores all keys before its block, each in two bits a number after a fixed rotation

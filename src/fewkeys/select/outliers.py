@@ -14,7 +14,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, of_valid, shared_top, top_places
+from fewkeys.select.base import CountedSelector, of_valid, shared_top, top_places
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
@@ -25,7 +25,7 @@ PAIR = 0.999
 
 
 @dataclass(frozen=True)
-class Outliers(Counted):
+class Outliers(CountedSelector):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
 
     `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (`fewkeys.sketch.clusters`). Beside

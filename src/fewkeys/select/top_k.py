@@ -14,12 +14,12 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, shared_top
+from fewkeys.select.base import CountedSelector, shared_top
 from fewkeys.select.rows import query_blocks
 
 
 @dataclass(frozen=True)
-class _Oracle(Counted, ABC):
+class _Oracle(CountedSelector, ABC):
     is_oracle: ClassVar[bool] = True
 
     def work(self, inputs: Inputs) -> Work:

@@ -10,7 +10,7 @@ from fewkeys.core.graph import Columns, Graph, band_block
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Remembered, Selector
+from fewkeys.select.base import CountedSelector, Remembered, Selector
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Window(Selector):
 
 
 @dataclass(frozen=True)
-class Sinks(Counted):
+class Sinks(CountedSelector):
     """The first `count` real keys of every sequence (StreamingLLM's attention sinks, arXiv 2309.17453)."""
 
     causal = True

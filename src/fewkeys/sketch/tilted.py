@@ -138,28 +138,22 @@ def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
 
 
 class _ByKernels(torch.autograd.Function):
-    """`_by_kernels` with gradients; derivatives of the gradients go through torch's operations."""
+    """`_by_kernels`, whose gradients are those of `_by_torch`."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         sums = _by_kernels(key, value, args)
-        ctx.save_for_backward(key, value, sums[5])
+        ctx.save_for_backward(key, value)
         ctx.args = args
         ctx.mark_non_differentiable(*sums[:3], sums[5])
         return sums
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, _size: Tensor, *gradients: Any) -> Any:
-        (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
-        of_sums = to_key, to_value, to_products
-        if torch.is_grad_enabled():
 
-            def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-                *_, key_sum, value_sum, _, products = _by_torch(key, value, args)
-                return key_sum, value_sum, products
+        def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+            *_, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
+            return key_sum, value_sum, products
 
-            return *gradients_by_torch(sums, (key, value), of_sums), None
-        facts = args.facts | {"level": level}
-        results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
+        return *gradients_by_torch(sums, ctx.saved_tensors, (to_key, to_value, to_products)), None

@@ -61,7 +61,7 @@ def attend(problem: Problem) -> Tensor:
     if isinstance(stand_ins, BlockStandIns):
         means = PastMeans(stand_ins, isinstance(weights, Softmax))
     elif isinstance(stand_ins, StandIns):
-        means = Means(stand_ins, [source for source in sources if isinstance(source, Kept) and source.spoken_for])
+        means = Means(stand_ins, [source for source in sources if isinstance(source, Kept) and source.is_represented])
     if means is not None:
         sources.append(means)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)

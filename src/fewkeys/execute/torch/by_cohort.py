@@ -77,13 +77,13 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
     if near is not None:
         scores.append(take(near.scores, place))
     if isinstance(s, CohortStandIns):
-        spoken_for = s.size.unsqueeze(3)
+        represented = s.size.unsqueeze(3)
         extra = query @ working(s.key).mT + s.bias.unsqueeze(3)
         if biases is not None:
-            spoken_for, extra = biases.mass(s), extra + biases.largest
+            represented, extra = biases.mass(s), extra + biases.largest
         elif near is not None:
-            spoken_for = spoken_for - take(near.counts(s), place)
-        scores.append(extra + logarithm(s.mass.unsqueeze(3) * spoken_for / s.size.unsqueeze(3).clamp_min(1)))
+            represented = represented - take(near.counts(s), place)
+        scores.append(extra + logarithm(s.mass.unsqueeze(3) * represented / s.size.unsqueeze(3).clamp_min(1)))
     weights = problem.weights.kernel(scores)
     total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
     mixed = weights[0] @ list_value

@@ -112,7 +112,7 @@ class Source(ABC):
 class Kept(Source):
     """Keys that queries attend to exactly."""
 
-    spoken_for = True
+    is_represented = True
     """Whether stand-ins may represent its keys for other queries."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Lists(KeySource):
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
         self.index, used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
         self.hidden = None if bool(used.all()) else ~used
-        self.spoken_for, self.is_causal, self.width = columns.blocks > 1, inputs.is_causal, self.index.shape[2]
+        self.is_represented, self.is_causal, self.width = columns.blocks > 1, inputs.is_causal, self.index.shape[2]
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         if columns.blocks == 1:  # which all chunks read
             self.key, self.value = _gather(self.key, self.index), _gather(self.value, self.index)
@@ -150,14 +150,14 @@ class Lists(KeySource):
 
     def _by_list(self, rows: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, X) -> (H, blocks, M / blocks, X): by the list that the queries read."""
-        return chunk.by_block(rows) if self.spoken_for else rows.unsqueeze(1)
+        return chunk.by_block(rows) if self.is_represented else rows.unsqueeze(1)
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = self._by_list(chunk.query, chunk) @ self._rows(self.key, chunk).mT
         if self.hidden is not None:
             scores.masked_fill_(chunk.part(self.hidden).unsqueeze(2), -torch.inf)
         if self.is_causal:
-            place = chunk.positions().view(chunk.blocks if self.spoken_for else 1, -1, 1)
+            place = chunk.positions().view(chunk.blocks if self.is_represented else 1, -1, 1)
             scores.masked_fill_(chunk.part(self.index).unsqueeze(2) > place, -torch.inf)
         return scores.flatten(1, 2)
 

@@ -14,7 +14,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.select.base import Counted, Selector
+from fewkeys.select.base import CountedSelector, Selector
 from fewkeys.select.controls import uniform
 from fewkeys.select.rows import listed, query_blocks
 from fewkeys.select.top_k import score_blocks
@@ -50,7 +50,7 @@ class EntmaxSupport(Selector):
 
 
 @dataclass(frozen=True)
-class GlobalTokens(Counted):
+class GlobalTokens(CountedSelector):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
     In cross-attention, and for queries after a cache, query i is one of the first tokens if its position is below
@@ -79,7 +79,7 @@ class GlobalTokens(Counted):
 
 
 @dataclass(frozen=True)
-class RandomEdges(Counted):
+class RandomEdges(CountedSelector):
     """Every query keeps `count` of the keys that it may see, drawn uniformly without replacement.
 
     The control for edges, as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
