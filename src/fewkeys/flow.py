@@ -33,8 +33,6 @@ from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
-from fewkeys.rest import ClusterMeans
-from fewkeys.select import Outliers, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,12 +168,7 @@ def _computed(inputs: Inputs, plan: Plan) -> Tensor:
         problem = prepare(inputs, plan)
         return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
 
-    is_ours = _REPEATED.issuperset(map(type, (*plan.parts, plan.rest)))
-    return recorded.attend(inputs, plan, compute) if is_ours else compute()
-
-
-_REPEATED = {Outliers, Window, ClusterMeans}
-"""Rules that read numbers by kernels and torch's operations only."""
+    return recorded.attend(inputs, plan, compute)
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:

@@ -15,6 +15,8 @@ from fewkeys.cost import crossover, kept
 from fewkeys.cost.crossover import Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import exact
+from fewkeys.execute.native import recorded
+from native_cases import needs_compiler
 
 PLAN = fk.budget(32)
 
@@ -150,6 +152,15 @@ def test_lines_are_measured_near_the_crossing(plan, crossing):
     points = crossover._points(setting, plan)
     pairs, tokens = [2 * (crossing // 2) ** 2, 2 * crossing**2], [2 * crossing, 4 * crossing]
     assert [units for units, _ in points] == [*pairs, *tokens, *tokens]
+
+
+@needs_compiler
+def test_plans_are_measured_as_they_run():
+    """Later calls of a shape are recorded kernels."""
+    setting = crossover.Setting(torch.device("cpu"), torch.float32, 2, 2, 16, 16, 1, "none")
+    _, run_plan = crossover._points(setting, fk.budget(64))[2]
+    run_plan()
+    assert any(recorded._recordings.values())
 
 
 def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypatch, lines):

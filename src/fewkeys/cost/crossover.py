@@ -29,6 +29,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
 from fewkeys.execute import dispatch, exact
+from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
 from fewkeys.native.tensors import DTYPES
@@ -161,21 +162,27 @@ def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
 
 @full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
-    """The lines, and whether they are reliable."""
+    """The lines, and whether they are reliable. The time to prepare is what a call takes beside attending."""
     pairs, calm = timed_pairs(_points(setting, plan), setting)
-    return tuple(_through(pair) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
+    is_sound = calm and all(few[1] < many[1] for few, many in pairs)
+    exact_pair, calls, attend = pairs
+    prepare = [(keys, max(0.0, ms - of_it)) for (keys, ms), (_, of_it) in zip(calls, attend, strict=True)]
+    return tuple(map(_through, (exact_pair, prepare, attend))), is_sound
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and a call that does them: two points of each line."""
+    """Units of work and a call that does them, two of each: exact attention, the whole plan, attending by it alone."""
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
 
     def ready(x: Inputs) -> Problem:
-        x = x.branch()  # it has no statistics yet
         graph = keep.select(x)
         return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
+
+    def call(x: Inputs) -> Tensor:
+        x = x.branch()  # it has no statistics yet
+        return recorded.attend(x, plan, lambda: dispatch.attend(ready(x)))
 
     # The power of two from which the plan is expected to be faster, by counts of operations.
     crossing = SHORTEST if setting.device.type == "cpu" else ON_GPU
@@ -183,8 +190,8 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
         crossing *= 2
     half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))
     pairs = ((x.query_heads * x.keys * visible_keys(x), partial(exact.attend, x, plan.weights)) for x in (half, once))
-    keys = ((x.kv_heads * x.keys, partial(ready, x)) for x in (once, twice))
-    problems = ((x, ready(x)) for x in (once, twice))
+    keys = ((x.kv_heads * x.keys, partial(call, x)) for x in (once, twice))
+    problems = ((x, ready(x.branch())) for x in (once, twice))
     queries = ((x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, p)) for x, p in problems)
     return [*pairs, *keys, *queries]
 

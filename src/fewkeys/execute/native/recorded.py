@@ -21,22 +21,25 @@ from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.native.build import IndefiniteError, Step, call, recorded_steps
 from fewkeys.native.tensors import suits
+from fewkeys.plan import Plan
+from fewkeys.rest import ClusterMeans
+from fewkeys.select import Outliers, Window
 
 MOST, MOST_BYTES = 256, 2**26
 """The most calls that are remembered, and the most memory for what their kernels write before the output."""
+_RULES = {Outliers, Window, ClusterMeans}
+"""Rules that read numbers by kernels and torch's operations only."""
 _ALLOCATING = ("aten::empty_like", "aten::full", "aten::new_empty")
 _UNKNOWN = object()
 _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""
 
 
-def attend(inputs: Inputs, plan: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels.
-
-    The rules of the plan must read numbers by kernels and torch's operations only.
-    """
+def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor]) -> Tensor:
+    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels."""
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
-    if not (x.is_fresh and _is_plain(x)):  # statistics of another plan would not be computed again
+    is_ours = _RULES.issuperset(map(type, (*plan.parts, plan.rest)))
+    if not (is_ours and x.is_fresh and _is_plain(x)):  # statistics of another plan would not be computed again
         return compute()
     form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
     # Taken out, as its memory is for one thread at a time. No lock: another thread could hold it at a fork.
