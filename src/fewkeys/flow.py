@@ -32,6 +32,7 @@ from fewkeys.execute import dispatch, exact
 from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
+from fewkeys.native.tensors import wants_gradient
 from fewkeys.plan import Plan
 
 
@@ -126,7 +127,7 @@ def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: 
     Decided once for each shape, so that a short input costs little more than without a plan.
     """
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
-    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads())
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), wants_gradient(*rows))
     return _gives_way(plans, shapes, *how)
 
 
@@ -140,10 +141,12 @@ def _gives_way(
     offset: int,
     impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
+    has_gradients: bool,
 ) -> bool:
     if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
         return False
-    query, key, value = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape in shapes)
+    zero = torch.zeros((), dtype=dtype, device=device, requires_grad=has_gradients)
+    query, key, value = map(zero.expand, shapes)
     inputs = Inputs(query, key, value, 1.0, is_causal, offset)
     return all(choose(plan, part).is_exact for plan, _, part in by_plan(inputs, plans))
 

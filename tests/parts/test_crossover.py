@@ -163,6 +163,24 @@ def test_plans_are_measured_as_they_run():
     assert any(recorded._recordings.values())
 
 
+def test_gradients_are_measured_apart(monkeypatch, folder):
+    """With their backward pass, through exact attention and through the plan."""
+    seen = []
+    monkeypatch.setattr(
+        crossover, "fastest", lambda calls, _: [call() for call in calls[:4]] and ([1.0, 2.0] * 3, True)
+    )
+    monkeypatch.setattr(torch.autograd, "grad", lambda output, rows: seen.append(len(rows)))
+    rows = problem(3000)
+    expected(check_inputs(*rows), PLAN)
+    assert not seen
+    with torch.no_grad():
+        expected(check_inputs(*(part.clone().requires_grad_() for part in rows)), PLAN)
+    assert not seen
+    expected(check_inputs(*(part.clone().requires_grad_() for part in rows)), PLAN)
+    assert seen == [3] * 4
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypatch, lines):
     """On another device than the CPU, here one without numbers, whatever its lines say."""
     lines(exact=(1e9, 0.0), prepare=(0.0, 0.0), attend=(0.0, 0.0))
@@ -189,7 +207,7 @@ def test_biases_of_the_distance_are_measured_as_they_run(monkeypatch, folder):
     monkeypatch.setattr(crossover, "fastest", lambda points, _: calls.append(points) or ([1.0, 2.0] * 3, True))
     expected(check_inputs(*problem(3000), distance_bias=torch.zeros(1, 5)), PLAN)
     ((exact_call, *_, attend),) = calls
-    assert exact_call.args[0].bias is not None
+    assert exact_call.args[1].bias is not None
     assert attend.args[0].inputs.bias is not None
 
 

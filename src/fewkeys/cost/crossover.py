@@ -1,7 +1,8 @@
 """The choice between a plan and exact attention, by linear models of their times on this machine.
 
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
-`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
+`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. With
+gradients, the backward pass counts, too. A batch
 takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
 where the plan begins to pay, on a GPU at `ON_GPU` tokens. `impl="auto"` measures lines when it first needs them, on a
 CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way
@@ -32,7 +33,7 @@ from fewkeys.execute import dispatch, exact
 from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
-from fewkeys.native.tensors import DTYPES
+from fewkeys.native.tensors import DTYPES, wants_gradient
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.9
@@ -81,12 +82,13 @@ class Setting:
     kernels: str
     is_causal: bool = False
     is_biased: bool = False
+    has_gradients: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Setting:
         kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
-        sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-        return cls(query.device, query.dtype, *sizes, torch.get_num_threads(), kernels, is_causal, is_biased)
+        facts = (query.shape[1], key.shape[1], key.shape[3], value.shape[3], torch.get_num_threads(), kernels)
+        return cls(query.device, query.dtype, *facts, is_causal, is_biased, wants_gradient(query, key, value))
 
     def facts(self) -> dict[str, Any]:
         """The setting as JSON values, a GPU by its name."""
@@ -103,7 +105,7 @@ class Setting:
             (1, self.kv_heads, length, self.value_dim),
         )
         rows = (torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes)
-        query, key, value = (tensor.to(self.device, self.dtype) for tensor in rows)
+        query, key, value = (tensor.to(self.device, self.dtype).requires_grad_(self.has_gradients) for tensor in rows)
         bias = query.new_zeros((self.query_heads, 2 * REACH + 1), dtype=torch.float32) if self.is_biased else None
         offset = length - queries
         return check_inputs(query, key, value, is_causal=self.is_causal, query_offset=offset, distance_bias=bias)
@@ -171,7 +173,10 @@ def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and a call that does them, two of each: exact attention, the whole plan, attending by it alone."""
+    """Units of work and a call that does them, two of each: exact attention, the whole plan, attending by it alone.
+
+    With gradients, the first two include the backward pass.
+    """
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
@@ -180,17 +185,26 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
         graph = keep.select(x)
         return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
-    def call(x: Inputs) -> Tensor:
+    def by_plan(x: Inputs) -> Tensor:
         x = x.branch()  # it has no statistics yet
         return recorded.attend(x, plan, lambda: dispatch.attend(ready(x)))
+
+    def exactly(x: Inputs) -> Tensor:
+        return exact.attend(x, plan.weights)
+
+    def passed(attend: Callable[[Inputs], Tensor], x: Inputs) -> None:
+        with torch.set_grad_enabled(setting.has_gradients):
+            output = attend(x)
+            if setting.has_gradients:
+                torch.autograd.grad(output.sum(), (x.query, x.key, x.value))
 
     # The power of two from which the plan is expected to be faster, by counts of operations.
     crossing = SHORTEST if setting.device.type == "cpu" else ON_GPU
     while crossing < LONGEST and plan_operations(x := setting.draw(crossing), plan) > SHIPPED * exact_operations(x):
         crossing *= 2
     half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))
-    pairs = ((x.query_heads * x.keys * visible_keys(x), partial(exact.attend, x, plan.weights)) for x in (half, once))
-    keys = ((x.kv_heads * x.keys, partial(call, x)) for x in (once, twice))
+    pairs = ((x.query_heads * x.keys * visible_keys(x), partial(passed, exactly, x)) for x in (half, once))
+    keys = ((x.kv_heads * x.keys, partial(passed, by_plan, x)) for x in (once, twice))
     problems = ((x, ready(x.branch())) for x in (once, twice))
     queries = ((x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, p)) for x, p in problems)
     return [*pairs, *keys, *queries]
