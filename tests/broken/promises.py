@@ -339,4 +339,18 @@ PROMISES = (
         "_is_plain(x)",
         (Law("kernels/test_recorded", "statistics"),),
     ),
+    Breakage(
+        "recorded: calls that may give way to exact attention know a statistic",
+        "cost/crossover.py",
+        "return _expected(inputs, plan)",
+        'return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))',
+        (Law("kernels/test_recorded", "give_way"),),
+    ),
+    Breakage(
+        "never slower: the backward pass of exact attention and of plans is not measured",
+        "cost/crossover.py",
+        "if setting.has_gradients:",
+        "if False:",
+        (Law("parts/test_crossover", "gradients_are_measured"),),
+    ),
 )
