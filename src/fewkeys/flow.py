@@ -32,7 +32,7 @@ from fewkeys.execute import dispatch, exact
 from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
-from fewkeys.native.tensors import wants_gradient
+from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
 
@@ -127,7 +127,7 @@ def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: 
     Decided once for each shape, so that a short input costs little more than without a plan.
     """
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
-    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), wants_gradient(*rows))
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), is_trained(*rows))
     return _gives_way(plans, shapes, *how)
 
 

@@ -347,6 +347,20 @@ PROMISES = (
         (Law("kernels/test_recorded", "give_way"),),
     ),
     Breakage(
+        "checkpoints: the second run of a call chooses anew",
+        "native/tensors.py",
+        "return not is_in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None",
+        "return True",
+        (Law("parts/test_crossover", "checkpoints_choose_alike"),),
+    ),
+    Breakage(
+        "checkpoints: they see how a call is measured",
+        "cost/crossover.py",
+        "return thread.submit(measure).result()",
+        "return measure()",
+        (Law("parts/test_crossover", "checkpoints_choose_alike"),),
+    ),
+    Breakage(
         "never slower: the backward pass of exact attention and of plans is not measured",
         "cost/crossover.py",
         "if setting.has_gradients:",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import fewkeys as fk
 from fewkeys import explanation, flow, native
@@ -179,6 +180,42 @@ def test_gradients_are_measured_apart(monkeypatch, folder):
     expected(check_inputs(*(part.clone().requires_grad_() for part in rows)), PLAN)
     assert seen == [3] * 4
     assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_choose_alike_both_times(monkeypatch, reentrant):
+    """Also where the first call measures, of which the checkpoint sees nothing. With gradients, exact attention is
+    faster here, without them the plan is.
+    """
+
+    def lines(facts, measure):
+        measure()
+        return (1.0, 0.0), (2.0 if facts["has_gradients"] else 0.0, 0.0), (0.0, 0.0)
+
+    def fastest(calls, _):
+        for call in calls:
+            call()
+        return [1.0, 2.0] * 3, True
+
+    def attend(*rows):
+        outputs.append(fk.attention(*rows, plan=fk.budget(16)))
+        return outputs[-1] * outputs[-1]
+
+    monkeypatch.setattr(crossover, "kept", lines)
+    monkeypatch.setattr(crossover, "fastest", fastest)
+    outputs, remembered = [], (flow._gives_way, crossover._lines)
+    for function in remembered:
+        function.cache_clear()
+    rows = [part.requires_grad_() for part in problem(1024)]
+    # Without an early stop, the checkpoint compares all tensors that are stored for gradients.
+    options = {} if reentrant else {"early_stop": False}
+    checkpoint(attend, *rows, use_reentrant=reentrant, **options).sum().backward()
+    for function in remembered:
+        function.cache_clear()
+    first, *later = outputs
+    assert later
+    for output in later:
+        torch.testing.assert_close(output, first)
 
 
 def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypatch, lines):

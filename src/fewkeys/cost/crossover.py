@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from fewkeys.execute import dispatch, exact
 from fewkeys.execute.native import recorded
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
-from fewkeys.native.tensors import DTYPES, wants_gradient
+from fewkeys.native.tensors import DTYPES, is_trained
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.9
@@ -88,7 +89,7 @@ class Setting:
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Setting:
         kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
         facts = (query.shape[1], key.shape[1], key.shape[3], value.shape[3], torch.get_num_threads(), kernels)
-        return cls(query.device, query.dtype, *facts, is_causal, is_biased, wants_gradient(query, key, value))
+        return cls(query.device, query.dtype, *facts, is_causal, is_biased, is_trained(query, key, value))
 
     def facts(self) -> dict[str, Any]:
         """The setting as JSON values, a GPU by its name."""
@@ -158,8 +159,14 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
     """The kept lines: of exact attention, of preparing the plan, and of attending by it."""
-    numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _measured(setting, plan))
+    numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
+
+
+def _apart(measure: Callable[[], tuple[Numbers, bool]]) -> tuple[Numbers, bool]:
+    """`measure()` in a thread of its own: modes and hooks of the caller, as those of checkpoints, do not see it."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(measure).result()
 
 
 @full_precision()

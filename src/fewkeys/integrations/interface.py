@@ -29,7 +29,7 @@ from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_fo
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import attend, by_sequence, check_honoured, check_sink, distance_bias, plain
-from fewkeys.native.tensors import wants_gradient
+from fewkeys.native.tensors import is_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -273,7 +273,7 @@ def _attention_forward(
     facts, is_lowered = None, autocast_is_on()
     if is_plain and not (offset or is_lowered):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
-        has_gradients = wants_gradient(query, key, value)
+        has_gradients = is_trained(query, key, value)
         facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads, has_gradients)
         if facts == stack.own_call:
             return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)

@@ -44,6 +44,19 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def is_trained(*tensors: Tensor) -> bool:
+    """Whether gradients may be needed, so that the choice of a call counts the time of the backward pass.
+
+    `torch.utils.checkpoint(use_reentrant=True)` runs a call without gradients, and again with them in the backward
+    pass. The second run must choose like the first. Other checkpoints run both times with gradients, and the second
+    time under hooks.
+    """
+    if not wants_gradient(*tensors):
+        return False
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return not is_in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Rows(ctypes.Structure):
     """A tensor (B, H, N, ...) in any layout whose last dimensions are dense: its address, strides and heads."""
 
