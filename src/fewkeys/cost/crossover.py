@@ -1,12 +1,12 @@
 """The choice between a plan and exact attention, by linear models of their times on this machine.
 
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
-`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. With
-gradients, the backward pass counts, too. A batch
-takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
-where the plan begins to pay, on a GPU at `ON_GPU` tokens. `impl="auto"` measures lines when it first needs them, on a
-CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way
-in every process. If they cannot be kept, counts of operations decide (`fewkeys.cost.operations`).
+`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
+takes as long as its sequences one after the other. Calls with gradients have lines of their own, which include the
+backward pass. Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU
+at `ON_GPU` tokens. `impl="auto"` measures lines when it first needs them, on a CPU in some tenths of a second, and
+keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If they cannot be
+kept, counts of operations decide (`fewkeys.cost.operations`).
 
 The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
 times improve. If that does not end, or more work takes less time, the lines are measured again soon.
@@ -196,8 +196,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
         x = x.branch()  # it has no statistics yet
         return recorded.attend(x, plan, lambda: dispatch.attend(ready(x)))
 
-    def exactly(x: Inputs) -> Tensor:
-        return exact.attend(x, plan.weights)
+    exactly = partial(exact.attend, weights=plan.weights)
 
     def passed(attend: Callable[[Inputs], Tensor], x: Inputs) -> None:
         with torch.set_grad_enabled(setting.has_gradients):

@@ -273,8 +273,7 @@ def _attention_forward(
     facts, is_lowered = None, autocast_is_on()
     if is_plain and not (offset or is_lowered):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
-        has_gradients = is_trained(query, key, value)
-        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads, has_gradients)
+        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads, is_trained(query, key, value))
         if facts == stack.own_call:
             return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)
     if is_lowered:
