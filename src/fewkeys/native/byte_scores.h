@@ -46,20 +46,18 @@ class Levels {
   // The levels of block b: (deep / DEEP, halves, DEEP / 4, KEYS, 4).
   const int8_t *of(int64_t b) const { return &level[b * 2 * deep * KEYS]; }
 
-  // Unpacks the levels of all blocks of a piece. Four dimensions of 16 keys are a row of a half. Each half has four keys
-  // of every eight: `finish` restores the order when it packs sums of both halves, which takes four from each in turn.
-  void unpack(const Piece &piece) {
+  // Unpacks the levels of block b of a piece. Four dimensions of 16 keys are a row of a half. Each half has four keys of
+  // every eight: `finish` restores the order when it packs sums of both halves, which takes four from each in turn.
+  void unpack(const Piece &piece, int64_t b) {
     const __m512i mask = _mm512_set1_epi32(0x0c030c03), numbers = _mm512_broadcast_i32x4(*(const __m128i *)number);
-    for (int64_t b = 0; b < piece.blocks; b++) {
-      const uint8_t *packed = piece.packed + piece.block[b] * wide / 2 * TABLE;
-      for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
-        const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)packed));
-        int8_t *to = &level[b * 2 * deep * KEYS] + d / DEEP * DEEP * 2 * KEYS + d % DEEP * KEYS;
-        for (int half = 0; half < 2; half++, to += KEYS * DEEP) {
-          const __m512i code = _mm512_permutexvar_epi8(_mm512_load_si512(place[half]), both);
-          const __m512i low = _mm512_mask_srli_epi16(code, 0xffff0000, code, 4);  // 16 keys are in upper halves
-          _mm512_storeu_si512(to, _mm512_shuffle_epi8(numbers, _mm512_and_si512(low, mask)));
-        }
+    const uint8_t *packed = piece.packed + piece.block[b] * wide / 2 * TABLE;
+    for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
+      const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)packed));
+      int8_t *to = &level[b * 2 * deep * KEYS] + d / DEEP * DEEP * 2 * KEYS + d % DEEP * KEYS;
+      for (int half = 0; half < 2; half++, to += KEYS * DEEP) {
+        const __m512i code = _mm512_permutexvar_epi8(_mm512_load_si512(place[half]), both);
+        const __m512i low = _mm512_mask_srli_epi16(code, 0xffff0000, code, 4);  // 16 keys are in upper halves
+        _mm512_storeu_si512(to, _mm512_shuffle_epi8(numbers, _mm512_and_si512(low, mask)));
       }
     }
   }
@@ -96,9 +94,10 @@ class VectorScores {
   }
 
   void write(const Piece &piece, const int16_t *bound, PieceScores &to) {
-    levels.unpack(piece);
-    for (int64_t b = 0; b < piece.blocks; b++)
+    for (int64_t b = 0; b < piece.blocks; b++) {
+      levels.unpack(piece, b);
       for (int i = 0; i < rows; i += EIGHT) add_up(piece, b, i, bound, to);
+    }
   }
 
  private:
@@ -168,14 +167,16 @@ class MatrixScores {
 
   __attribute__((noinline)) void write(const Piece &piece, const int16_t *bound, PieceScores &to) {
     count_multiply_adds(piece.blocks * CODED * rows * levels.deep);
-    // The matrix unit reads from the cache and its stores take long. So all blocks are unpacked first, and the sums of
-    // a block become scores after the next block was multiplied.
-    levels.unpack(piece);
-    written(levels.query.data()), written(levels.of(0));
+    // The matrix unit reads from the cache and its stores take long. So a block is unpacked while the one before it is
+    // multiplied, and its sums become scores while the next one is.
+    levels.unpack(piece, 0);
+    written(levels.query.data());
     for (int i = 0; i < TILE; i++) _mm512_store_si512(bounds[i], _mm512_set1_epi16(i < rows ? bound[i] : INT16_MAX));
     if (levels.deep == DEEP) load_queries(0);
     for (int64_t b = 0; b <= piece.blocks; b++) {
+      written(levels.of(0));
       if (b < piece.blocks) add_up(levels.of(b), sum[b % 2]);
+      if (b + 1 < piece.blocks) levels.unpack(piece, b + 1);
       if (b) to_scores(sum[(b - 1) % 2], piece.sigma + piece.block[b - 1] * CODED, to.score[b - 1], to.above[b - 1]);
     }
   }
