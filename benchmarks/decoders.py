@@ -7,7 +7,7 @@ Prefill: seconds of `fewkeys.attention` and of torch's exact attention over n to
 one after the other. `taking_in`: of the codes of n keys and the sums of their blocks alone. `constant`: of the plan
 `fewkeys.budget(256, is_causal=True, memory="constant")`.
 
-Decoding: seconds of the attention call of one token (append, attend, the blocks that are finished) after n others, and
+Decoding: seconds of `Stream.answer` for one token (with the blocks that are finished) after n others, and
 of torch's exact attention over as many keys without any cache, medians over `STRETCH` tokens taken in turns.
 `exponent`: by which power of n the time of a token grows from the first length to the last.
 Writes benchmarks/results/decoders.json.
@@ -83,14 +83,10 @@ def decode(tokens, heads, kv_heads):
     _, k, v = rows(tokens, heads, kv_heads, generator)
     stream.append(k, v)
 
-    def answer(query, key, value):
-        stream.append(key, value)
-        stream.attend(query)
-
     times = {"plan": [], "exact": []}
     for _ in range(STRETCH):
         token = [*rows(1, heads, kv_heads, generator)]
-        times["plan"].append(seconds(partial(answer, *token)))
+        times["plan"].append(seconds(partial(stream.answer, *token)))
         times["exact"].append(seconds(partial(exact, token[0], k, v, is_causal=False)))
     middle = {name: median(each) for name, each in times.items()}
     row = {"tokens": tokens, "heads": heads, **middle, "ratio": middle["exact"] / middle["plan"]}

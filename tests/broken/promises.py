@@ -130,6 +130,27 @@ PROMISES = (
         (Law("kernels/test_native", "threads_change_no_bit and 5000 and Power"),),
     ),
     Breakage(
+        "a token in one call: it is not checked",
+        "native/scan_attend.h",
+        "if (largest > limit) throw Large();",
+        "",
+        (Law("parts/test_scan_streams", "one_call_is_refused"), Law("parts/test_scan_streams", "large_token_in_one")),
+    ),
+    Breakage(
+        "a token in one call: the call of the block before goes on",
+        "memory/coded.py",
+        "step.serves(self, query, scale, count // BLOCK)",
+        "step.serves(self, query, scale, step.block)",
+        (Law("parts/test_scan_streams", "one_call_is_that_of_two and not large"),),
+    ),
+    Breakage(
+        "a token in one call: among the first tokens, too",
+        "memory/coded.py",
+        "if step is None or self.is_large or self.exact_until is None or count < self.exact_until:",
+        "if step is None or self.is_large:",
+        (Law("parts/test_scan_streams", "one_call_is_that_of_two and True"),),
+    ),
+    Breakage(
         "half a quantum: numbers are cut off",
         "memory/rows.py",
         ".round().clamp(-LARGEST, LARGEST)",

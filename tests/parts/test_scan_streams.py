@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from fewkeys.memory import Stream, coded, files
 from fewkeys.sketch.codes import BLOCK
+from native_cases import needs_compiler
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
@@ -226,3 +227,87 @@ def test_tokens_of_one_block_follow_whatever_was_done_to_the_stream(leaves):
     stream.crop(198)
     follow(stream, 198, 330, order)  # beyond 324, rows move to a larger buffer
     follow(copied, 203, 206)
+
+
+def one_by_one(dtype, count):
+    """Tokens as kernels read them: (1, 4, 1, D) queries, (1, 2, 1, D) keys, (1, 2, 1, Dv) values."""
+    tokens = Tokens.draw(7, count=count).select([0])
+    return [
+        tuple(rows[:, :, n : n + 1].to(dtype) for rows in (tokens.query, tokens.key, tokens.value))
+        for n in range(count)
+    ]
+
+
+def fed(stream, query, key, value):
+    stream.append(key, value)
+    return stream.attend(query)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("leaves", ["model", "int8"])
+def test_a_token_in_one_call_is_that_of_two(dtype, gives_way, leaves, giving_way, monkeypatch):
+    """To the bit, whatever happens to the stream between tokens."""
+    between = {
+        45: lambda s: s.crop(40),  # the same block
+        80: lambda s: s.crop(50),  # an earlier one
+        90: lambda s: s.select(torch.tensor([0, 0])),
+        100: lambda s: s.select(torch.tensor([1])),
+        110: lambda s: s.append(*two),  # tokens without queries
+        150: lambda s: s.crop(FIRST - 2),
+    }
+    two = [torch.ones(1, 2, 2, size, dtype=dtype) for size in (8, 5)]
+    plan, appended, append = giving_way if gives_way else PLANS["means"], [], Stream.append
+    one, other = fk.stream(plan, leaves=leaves), fk.stream(plan, leaves=leaves)
+    monkeypatch.setattr(Stream, "append", lambda stream, *args: (appended.append(stream), append(stream, *args)))
+    for number, (query, key, value) in enumerate(one_by_one(dtype, 200)):
+        for stream in (one, other):
+            between.get(number, lambda s: None)(stream)
+        query, key, value = (rows.repeat(one.batch or 1, 1, 1, 1) for rows in (query, key, value))
+        key = key.mT.contiguous().mT if number % 3 else key  # rows that are not dense
+        assert torch.equal(other.answer(query, key, value), fed(one, query, key, value))
+        assert other.length == one.length
+    assert appended.count(other) < (150 if gives_way else 60) < 200 <= appended.count(one)
+    assert all(torch.equal(*pair) for pair in zip(*(s.contents()[1].values() for s in (one, other)), strict=True))
+
+
+def spoiled(rows, number):
+    rows = rows.clone()
+    rows[0, 0, 0, 3] = number
+    return rows
+
+
+ODD = {
+    "not a number": lambda q, k, v: (q, spoiled(k, torch.nan), v),
+    "infinite": lambda q, k, v: (spoiled(q, torch.inf), k, v),
+    "another size": lambda q, k, v: (q, k, v[..., :4]),
+    "another dtype": lambda q, k, v: (q.double(), k.double(), v.double()),
+    "no tensor": lambda q, k, v: (q.tolist(), k, v),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ODD)
+def test_a_token_in_one_call_is_refused_as_in_two(name):
+    first, (*tokens, last) = fk.stream(PLANS["means"]), one_by_one(torch.float32, 50)
+    for token in tokens:
+        first.answer(*token)
+    second, odd = copy.deepcopy(first), ODD[name](*last)
+    with pytest.raises((TypeError, ValueError)) as one:
+        first.answer(*odd)
+    with pytest.raises((TypeError, ValueError)) as two:
+        fed(second, *odd)
+    assert str(one.value) == str(two.value)
+    assert first.length == second.length
+    if first.length == 49:
+        assert torch.equal(first.answer(*last), fed(second, *last))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [5e3, 1e25])
+def test_a_large_token_in_one_call_is_that_of_two(size):
+    first, second = fk.stream(PLANS["means"]), fk.stream(PLANS["means"])
+    for number, (query, key, value) in enumerate(one_by_one(torch.float32, 60)):
+        key = size * key if number == 45 else key
+        assert torch.equal(first.answer(query, key, value), fed(second, query, key, value))

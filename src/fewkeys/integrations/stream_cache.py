@@ -105,8 +105,7 @@ class StreamLayer(CacheLayerMixin):
             )
         self._answered += 1
         stream.scale = inputs.scale
-        stream.append(inputs.key, inputs.value, inputs.key_mask)
-        return stream.attend(inputs.query)
+        return stream.answer(inputs.query, inputs.key, inputs.value, inputs.key_mask)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""

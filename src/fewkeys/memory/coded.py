@@ -21,7 +21,7 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working, working_dtype
+from fewkeys.core.precision import autocast_is_on, working, working_dtype
 from fewkeys.core.validation import largest_entries
 from fewkeys.cost.decoding import exact_length
 from fewkeys.execute import dispatch, exact, native
@@ -31,6 +31,8 @@ from fewkeys.flow import attend
 from fewkeys.memory.base import Rules, SavedFacts
 from fewkeys.memory.checks import Kind
 from fewkeys.memory.rows import HeldRows
+from fewkeys.native.build import LargeError
+from fewkeys.native.tensors import placed
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
@@ -119,6 +121,36 @@ class Coded(Fields):
         memory, by_plan = memory._extend(late_query, late_key, late_value, scale, by_plan=True)
         return memory, torch.cat([exactly, by_plan], 2)
 
+    def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+        """Add a token, and return the output of its query, by the kernel call of the token before.
+
+        None, and no token is added, if that call does not serve it or the token must be checked first.
+        """
+        step, count = self.step, self.rows.count
+        if step is None or self.is_large or self.exact_until is None or count < self.exact_until:
+            return None
+        if not self._stores(query, key, value) or not step.serves(self, query, scale, count // BLOCK):
+            return None
+        try:
+            output = step.call.attend(query, count + 1, count, (key, value))
+        except LargeError:
+            return None
+        for buffer in self.rows.buffers:
+            buffer.count = count + 1
+        return output
+
+    def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether a kernel can store this token: there is room, and its rows are of the memory's kind, as they are."""
+        if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
+            return False
+        rows = self.rows
+        return (
+            all(rows.count < buffer.storage.shape[2] for buffer in rows.buffers)
+            and rows.dtype == query.dtype == key.dtype == value.dtype
+            and key.shape == (*rows.key.storage.shape[:2], 1, rows.key.storage.shape[3])
+            and value.shape == (*rows.key.storage.shape[:2], 1, rows.value.storage.shape[3])
+        )
+
     def select(self, index: Tensor) -> Coded:
         return replace(super().select(index), step=None)
 
@@ -172,18 +204,14 @@ class Coded(Fields):
         memory._finish_blocks()
         if query.shape[2] > 1:
             return memory, dispatch.attend(memory._problem(query, scale))
-        if memory.step is None or not memory.step.serves(memory, query, scale):
+        block = (memory.rows.count - 1) // BLOCK
+        if memory.step is None or not memory.step.serves(memory, query, scale, block):
             problem = memory._problem(query, scale)
             call = native.repeated(problem)
             if call is None:
                 return replace(memory, step=None), dispatch.attend(problem)
-            memory = replace(memory, step=_Step(query.shape, scale, memory._last_block, memory._held, call))
+            memory = replace(memory, step=_Step(query.shape, scale, block, memory._held, call))
         return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
-
-    @property
-    def _last_block(self) -> int:
-        """The block of the last token."""
-        return (self.rows.count - 1) // BLOCK
 
     @property
     def _held(self) -> tuple[Tensor, ...]:
@@ -230,9 +258,9 @@ class _Step:
     held: tuple[Tensor, ...]
     call: ScanCall
 
-    def serves(self, memory: Coded, query: Tensor, scale: float) -> bool:
-        """Whether the call holds for the next token."""
-        is_same = (self.shape, self.scale, self.block) == (query.shape, scale, memory._last_block)
+    def serves(self, memory: Coded, query: Tensor, scale: float, block: int) -> bool:
+        """Whether the call holds for the query of a token in `block`."""
+        is_same = (self.shape, self.scale, self.block) == (query.shape, scale, block)
         return is_same and all(tensor is latest for tensor, latest in zip(self.held, memory._held, strict=True))
 
     def __deepcopy__(self, memo: object) -> None:

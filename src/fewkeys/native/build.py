@@ -43,11 +43,16 @@ class IndefiniteError(ArithmeticError):
     """A matrix has no Cholesky factor."""
 
 
+class LargeError(ArithmeticError):
+    """A number exceeds the limit of a call."""
+
+
 _FAILURES: dict[int, tuple[type[BaseException], str]] = {
     1: (MemoryError, "there is no memory for its buffers"),
     2: (KeyboardInterrupt, "it was interrupted"),
     3: (RuntimeError, "it failed"),
     4: (IndefiniteError, "rounding made a matrix indefinite"),
+    5: (LargeError, "a number exceeds its limit"),
 }
 """The error for each code that a kernel returns: `Outcome` of `team.h`."""
 _LOADING, _recorder = threading.RLock(), threading.local()
@@ -102,7 +107,7 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
 
     Raises `MemoryError` if there is no memory for its buffers, and `KeyboardInterrupt` soon after Ctrl-C in the main
     thread, if Python's own handler is installed. Its outputs are then incomplete. Raises `IndefiniteError` for a matrix
-    without a Cholesky factor.
+    without a Cholesky factor, and `LargeError` for a number above the limit in `problem`.
     """
     if (steps := getattr(_recorder, "steps", None)) is not None:
         steps.append((name, problem, *dtypes))

@@ -179,8 +179,11 @@ struct ScanAttend {
   Rows total;            // (B, Hkv, blocks + 1, D + Dv), float64: sums of the keys and values before each block
   const double *size;    // (B, blocks + 1): numbers of keys before each block; null: no padding
   const int64_t *edges;  // (steps, means + 1): the first key of each range, and the end of the last
+  // (B, Hkv, 1, D or Dv): the last key and value, which are first stored in `key` and `value`; or null. Nothing is stored
+  // or computed if a magnitude in them or in the only query of a head exceeds the limit.
+  Rows new_key, new_value;
   int64_t steps, means, blocks, value_dim, offset, causal;
-  float scale;
+  float scale, limit;
 };
 
 }  // namespace fewkeys

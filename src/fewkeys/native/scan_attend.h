@@ -8,6 +8,7 @@
 // these are the columns of a tile, with the queries in the lanes.
 #pragma once
 #include "code_scan.h"
+#include "extent.h"
 #include "rows.h"
 #include "tile.h"
 
@@ -217,6 +218,43 @@ class ScanAttention {
   }
 };
 
+// Stores a new row at the end of a head's rows in memory. In int8 (`fewkeys.memory.rows`) it has a scale.
+template <class T>
+static void store_row(const T *from, int64_t dim, T *to, float *) {
+  std::copy_n(from, dim, to);
+}
+template <class T>
+static void store_row(const T *from, int64_t dim, int8_t *to, float *scale) {
+  constexpr float LARGEST = 127;
+  float most = 0;
+  for (int64_t d = 0; d < dim; d++) most = std::max(most, std::fabs(to_float(from[d])));
+  *scale = most / LARGEST;
+  const float unit = std::max(*scale, std::numeric_limits<float>::min());
+  for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)std::clamp(std::rint(to_float(from[d]) / unit), -LARGEST, LARGEST);
+}
+
+// Stores the last key and value of every head, unless a number in them or in the query exceeds the limit.
+template <class T, class R>
+static void store_new(const ScanAttend &p) {
+  const int64_t heads = p.of.heads / p.of.gqa_ratio;
+  ivec seen = {};
+  for (int64_t head = 0; head < p.of.heads; head++) look_at(p.of.query.at<T>(head, 0), p.of.dim, seen);
+  for (int64_t head = 0; head < heads; head++) {
+    look_at(p.new_key.at<T>(head, 0), p.of.dim, seen);
+    look_at(p.new_value.at<T>(head, 0), p.value_dim, seen);
+  }
+  int32_t largest = 0, limit;
+  for (int l = 0; l < LANES; l++) largest = std::max<int32_t>(largest, seen[l]);
+  memcpy(&limit, &p.limit, sizeof limit);
+  if (largest > limit) throw Large();
+  for (int64_t head = 0; head < heads; head++) {
+    const int64_t last = p.of.keys - 1;
+    float *scale = p.scales.data ? const_cast<float *>(p.scales.at<float>(head, last)) : nullptr;
+    store_row(p.new_key.at<T>(head, 0), p.of.dim, const_cast<R *>(p.key.at<R>(head, last)), scale);
+    store_row(p.new_value.at<T>(head, 0), p.value_dim, const_cast<R *>(p.value.at<R>(head, last)), scale + 1);
+  }
+}
+
 // For fewer tiles than would keep all threads busy, and many keys: threads scan parts of the keys for every tile, then
 // each computes the outputs of single queries.
 template <class T, class R>
@@ -241,6 +279,7 @@ static void scan_attend_parts(const ScanAttend &p, int threads, const std::vecto
 
 template <class T, class R>
 static void scan_attend_rows(const ScanAttend &p, int threads) {
+  if (p.new_key.data) store_new<T, R>(p);
   constexpr int PORTIONS = 4, LEAST = 64;  // parts for each thread, and the least number of blocks of a part
   const std::vector<Asking> tiles = asking(p.of);
   const int64_t all = p.of.heads / p.of.gqa_ratio * tiles.size();

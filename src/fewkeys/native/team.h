@@ -14,10 +14,11 @@
 namespace fewkeys {
 
 // What `build.call` reads.
-enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED, INDEFINITE };
+enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED, INDEFINITE, LARGE };
 
 struct Stopped {};
 struct Indefinite {};  // a matrix has no Cholesky factor
+struct Large {};       // a number exceeds the limit of the call
 
 constexpr int MOST_THREADS = 256;
 
@@ -251,6 +252,8 @@ static int outcome_of(Run run) noexcept {
     return watch.seen() ? INTERRUPTED : FAILED;
   } catch (const Indefinite &) {
     return INDEFINITE;
+  } catch (const Large &) {
+    return LARGE;
   } catch (...) {
     return FAILED;
   }

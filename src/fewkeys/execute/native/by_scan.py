@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from fewkeys.core.extent import needs_rescaling
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_scan
 from fewkeys.native.build import call
@@ -11,6 +13,9 @@ from fewkeys.native.codes import LARGEST_CODED, scan
 from fewkeys.native.tensors import Rows, dense, struct
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
+
+SMALL = 1024.0
+"""The largest magnitude in tokens that a kernel stores. With usual scales, such numbers need no rescaling."""
 
 
 def form(problem: Problem) -> str | None:
@@ -63,12 +68,20 @@ class ScanCall:
             value_dim=x.value_dim,
             causal=x.is_causal,
             scale=x.scale,
+            limit=0.0 if needs_rescaling((SMALL,) * 3, x.scale, x.head_dim, torch.float32) else SMALL,
         )
 
-    def attend(self, query: Tensor, keys: int, offset: int) -> Tensor:
-        """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys."""
+    def attend(self, query: Tensor, keys: int, offset: int, token: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys.
+
+        token: key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the only query, which the kernel stores behind those of
+        earlier tokens. Raises `LargeError` before it stores anything if a magnitude exceeds `SMALL`, or inputs as large
+        as that may need rescaling.
+        """
         query, args = dense(query), self._args
         output = query.new_empty((*query.shape[:3], args.value_dim))
+        new = (None, None) if token is None else (dense(token[0]), dense(token[1]))
+        args.new_key, args.new_value = (Rows() if rows is None else Rows.of(rows) for rows in new)
         args.of.query, args.out = Rows.of(query), Rows.of(output)
         args.of.keys, args.offset = keys, offset
         call("fewkeys_scan_attend", args, query.dtype)
