@@ -140,12 +140,9 @@ def goes_by_block(inputs: Inputs, plan: Plan) -> bool:
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
     """The expected times. None if no lines can be kept, and for a plan with more arithmetic than exact attention."""
-    if plan_operations(inputs, plan) >= exact_operations(inputs):
+    x = inputs
+    if plan_operations(x, plan) >= exact_operations(x):
         return None
-    return _expected(inputs, plan)
-
-
-def _expected(x: Inputs, plan: Plan) -> Expected | None:
     setting = Setting.of(x.query, x.key, x.value, is_causal=x.is_causal, is_biased=x.bias is not None)
     lines = _lines(setting, plan)
     if lines is None:
