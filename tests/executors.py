@@ -12,7 +12,7 @@ import fewkeys as fk
 from cases import CASES, CAUSAL_SHAPES, SHAPES, SOME_PLANS, Shape
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
-from fewkeys.flow import prepare
+from fewkeys.execute.problem import prepare
 
 UNITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6}
 """Roundings, as a part of the largest entry: of sums of some hundred terms and of statistics, which square (float64,

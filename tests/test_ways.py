@@ -11,7 +11,7 @@ from cases import CASES, CAUSAL_SHAPES, SHAPES
 from executors import DTYPES, FORMS, WAYS, Way, runs, support, ways
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
-from fewkeys.flow import prepare
+from fewkeys.execute.problem import prepare
 from fewkeys.papers import sparsefinder
 from fewkeys.rest.base import RESTS
 from fewkeys.select.base import SELECTORS

@@ -14,6 +14,7 @@ from fewkeys.core.validation import Options
 from fewkeys.cost.crossover import expected, goes_by_block
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
+from fewkeys.execute.problem import prepare
 from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 
@@ -64,7 +65,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     parts = [] if choice.is_exact else flow.canonicalise(choice)[0]
     if not parts:  # exact attention, or padding alone
         return explanation
-    executor, uncompiled = dispatch.choose(flow.prepare(parts[0], choice.plan))
+    executor, uncompiled = dispatch.choose(prepare(parts[0], choice.plan))
     kernels = instruction_set() if executor == "native" else None
     return replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
 

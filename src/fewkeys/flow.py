@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
-from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
 from fewkeys.core.gaps import Restore, without_gaps
-from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
@@ -30,7 +28,7 @@ from fewkeys.core.validation import Options, Rows, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.native import recorded
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import prepare
 from fewkeys.guard.fallback import Guard
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
@@ -183,32 +181,6 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     x, unit = rescaled(choice.inputs.clear())
     parts, restore = without_gaps(x)
     return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
-
-
-def prepare(inputs: Inputs, plan: Plan) -> Problem:
-    """The problem of the executor: the kept keys and the stand-ins."""
-    graph = select(inputs, plan)
-    x = graph.inputs
-    problem = Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
-    if x.bias is not None and (reason := problem.unbiased) is not None:
-        fix = "Window, Sinks and Leverage with Drop()" if x.is_causal else "budget(slots), its parts, or Drop()"
-        raise ValueError(f"distance_bias: {reason}; use {fix}")
-    return problem
-
-
-def select(inputs: Inputs, plan: Plan) -> Graph:
-    """The keys that the plan keeps.
-
-    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph: their first
-    `placeholders` queries stand for earlier tokens.
-    """
-    if plan.keep is None:
-        raise ValueError("plan: expected one that chooses keys, got exact attention")
-    if plan.rest.needs_causal and inputs.offset:
-        pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
-        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
-    with constants():
-        return plan.keep.select(inputs)
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:

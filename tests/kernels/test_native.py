@@ -19,8 +19,7 @@ from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.execute import dispatch, reference
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
-from fewkeys.execute.problem import Problem
-from fewkeys.flow import prepare
+from fewkeys.execute.problem import Problem, prepare
 from fewkeys.memory.rows import HeldRows
 from fewkeys.native import build, sets
 from fewkeys.rest import StandIns

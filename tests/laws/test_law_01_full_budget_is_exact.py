@@ -9,7 +9,7 @@ from cases import CAUSAL_SHAPES, SHAPES, WEIGHTS
 from executors import FORMS, WAYS, rotated, support
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
-from fewkeys.flow import prepare
+from fewkeys.execute.problem import prepare
 
 EVERY_KEY = {
     "window": fk.Window(1000),

@@ -10,8 +10,8 @@ from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOM
 from executors import UNITS, in_turns
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.execute.problem import prepare
 from fewkeys.execute.torch import by_block
-from fewkeys.flow import prepare
 from native_cases import needs_compiler
 
 

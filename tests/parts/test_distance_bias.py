@@ -9,7 +9,7 @@ import fewkeys.execute.exact
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
-from fewkeys.flow import prepare
+from fewkeys.execute.problem import prepare
 from fewkeys.sketch.cohort_bias import BLOCK, bias_importance
 from fewkeys.sketch.cohorts import cohorts
 

@@ -30,9 +30,8 @@ from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
-from fewkeys.execute import dispatch, exact
+from fewkeys.execute import dispatch, exact, problem
 from fewkeys.execute.native import recorded
-from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
 from fewkeys.native.tensors import DTYPES, is_trained
 from fewkeys.plan import Plan
@@ -181,17 +180,10 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
 
     With gradients, the first two include the backward pass.
     """
-    keep = plan.keep
-    if keep is None:
-        raise ValueError("plan: expected one that chooses keys, got exact attention")
-
-    def ready(x: Inputs) -> Problem:
-        graph = keep.select(x)
-        return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
     def by_plan(x: Inputs) -> Tensor:
         x = x.branch()  # it has no statistics yet
-        return recorded.attend(x, plan, lambda: dispatch.attend(ready(x)))
+        return recorded.attend(x, plan, lambda: dispatch.attend(problem.prepare(x, plan)))
 
     exactly = partial(exact.attend, weights=plan.weights)
 
@@ -208,7 +200,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
     half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))
     pairs = ((x.query_heads * x.keys * visible_keys(x), partial(passed, exactly, x)) for x in (half, once))
     keys = ((x.kv_heads * x.keys, partial(passed, by_plan, x)) for x in (once, twice))
-    problems = ((x, ready(x.branch())) for x in (once, twice))
+    problems = ((x, problem.prepare(x.branch(), plan)) for x in (once, twice))
     queries = ((x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, p)) for x, p in problems)
     return [*pairs, *keys, *queries]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
+from fewkeys.plan import Plan
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
 
@@ -41,3 +43,29 @@ class Problem:
         if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):
             return "expected stand-ins that serve all queries, got some by blocks"
         return None if isinstance(self.weights, Softmax) else f"expected Softmax() with stand-ins, got {self.weights}"
+
+
+def prepare(inputs: Inputs, plan: Plan) -> Problem:
+    """The problem of the executor: the kept keys and the stand-ins."""
+    graph = select(inputs, plan)
+    x = graph.inputs
+    problem = Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
+    if x.bias is not None and (reason := problem.unbiased) is not None:
+        fix = "Window, Sinks and Leverage with Drop()" if x.is_causal else "budget(slots), its parts, or Drop()"
+        raise ValueError(f"distance_bias: {reason}; use {fix}")
+    return problem
+
+
+def select(inputs: Inputs, plan: Plan) -> Graph:
+    """The keys that the plan keeps.
+
+    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph: their first
+    `placeholders` queries stand for earlier tokens.
+    """
+    if plan.keep is None:
+        raise ValueError("plan: expected one that chooses keys, got exact attention")
+    if plan.rest.needs_causal and inputs.offset:
+        pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
+        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
+    with constants():
+        return plan.keep.select(inputs)

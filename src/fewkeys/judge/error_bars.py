@@ -37,7 +37,8 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.core.weights import Softmax, positive
-from fewkeys.flow import checked, choose, run, select
+from fewkeys.execute.problem import select
+from fewkeys.flow import checked, choose, run
 from fewkeys.guard.interval import student
 from fewkeys.plan import Plan
 from fewkeys.sketch.random_codes import RandomCodes

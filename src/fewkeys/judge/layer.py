@@ -17,7 +17,8 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import full_precision
 from fewkeys.execute import dispatch
-from fewkeys.flow import Choice, by_plan, canonicalise, choose, prepare, run
+from fewkeys.execute.problem import prepare
+from fewkeys.flow import Choice, by_plan, canonicalise, choose, run
 from fewkeys.judge.exact import Block, Exact, kept_mass
 from fewkeys.judge.result import Effect, Sample
 from fewkeys.judge.tally import Tally
