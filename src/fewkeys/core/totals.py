@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 
-class Totals(ABC):
-    """Totals of all parts of a sequence; each method takes the total of this process's part."""
-
-    @abstractmethod
-    def sum(self, part: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def max(self, part: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def logsumexp(self, part: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the parts before this one, and the sum of all parts."""
-
-    @abstractmethod
-    def rows(self, part: Tensor) -> Tensor:
-        """The rows (B, H, N, ...) of all parts, one after the other."""
-
-
-class Whole(Totals):
-    """Of a process that has all keys."""
+class Totals:
+    """Totals of all parts of a sequence; each method takes the total of this process's part, here that of the whole."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part
@@ -42,13 +19,15 @@ class Whole(Totals):
         return part
 
     def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the parts before this one, and the sum of all parts."""
         return part.new_zeros(part.shape), part
 
     def rows(self, part: Tensor) -> Tensor:
+        """The rows (B, H, N, ...) of all parts, one after the other."""
         return part
 
 
-WHOLE = Whole()
+WHOLE = Totals()
 
 
 def row_maximum(rows: Tensor) -> Tensor:
