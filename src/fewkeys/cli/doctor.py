@@ -60,15 +60,11 @@ def _auto(plan: Plan, length: int) -> dict[str, Any]:
     """Whether `impl="auto"` runs the plan at a length, and the expected milliseconds where these decide."""
     import torch
 
-    from fewkeys.core.validation import check_inputs
-    from fewkeys.cost.crossover import exact_is_faster, expected
+    from fewkeys.explanation import explain
 
     row = torch.zeros(1, HEADS, length, DIM)
-    inputs = check_inputs(row, row, row, is_causal=plan.is_causal)
-    runs = "exact" if exact_is_faster(inputs, plan) else "plan"
-    times = expected(inputs, plan)
-    exact_ms, plan_ms = (None, None) if times is None else (times.exact, times.plan)
-    return {"tokens": length, "runs": runs, "exact_ms": exact_ms, "plan_ms": plan_ms}
+    told = explain(row, row, row, plan=plan, is_causal=plan.is_causal)
+    return {"tokens": length, "runs": told.runs, "exact_ms": told.exact_ms, "plan_ms": told.plan_ms}
 
 
 def _show(facts: dict[str, Any]) -> None:
