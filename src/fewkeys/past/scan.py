@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.fields import Fields
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -16,17 +14,11 @@ from fewkeys.past.running import RunningQueries
 from fewkeys.past.summary import Summary
 
 
-@dataclass(frozen=True, eq=False)
-class States(Fields):
-    """The stand-ins of every block of queries: the tensors of `Summary` with one more dimension."""
-
-    rows: Tensor  # (B, Hkv, blocks, M, D + Dv)
-    excess: Tensor  # (B, Hkv, blocks, M)
-    size: Tensor
-
-
-def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None, *, tilted: bool) -> States:
-    """Summaries of `count` stand-ins: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
+def scan(
+    count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None, *, tilted: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows (B, Hkv, blocks, count, D + Dv), the excess and the size (B, Hkv, blocks, count) of a `Summary` for each
+    block of queries: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
 
     evicted_b are the keys whose last list, or own block if that is later, is that of block b - 1; the moments are those
     of all queries before b. has_query (B, Nq): False for queries that do not count in them, such as padding; None: all
@@ -44,8 +36,8 @@ def scan(count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None,
         if key.shape[2]:
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
         summaries.append(summary)
-    parts = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
-    return States(*(torch.stack(part, 2) for part in parts))
+    rows, excess, sizes = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
+    return torch.stack(rows, 2), torch.stack(excess, 2), torch.stack(sizes, 2)
 
 
 def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -59,9 +59,9 @@ class RunningMeans(CountedRest):
                 "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
                 "window or a rule with a list for every query"
             )
-        states = scan(self.count, x, columns, _real_queries(x), tilted=isinstance(weights, Softmax))
-        key, value = states.rows.split([x.head_dim, x.value_dim], -1)
-        return BlockStandIns(key, value, states.excess, states.size)
+        rows, excess, size = scan(self.count, x, columns, _real_queries(x), tilted=isinstance(weights, Softmax))
+        key, value = rows.split([x.head_dim, x.value_dim], -1)
+        return BlockStandIns(key, value, excess, size)
 
 
 def _recent(keep: Selector) -> list[Recent]:
