@@ -98,8 +98,12 @@ def _asks_interface(kind: type) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in names_of_forward for names_of_forward in names)
 
 
-class Attachment:
-    """What `attach` did to a model. `detach`, or the end of a `with`, undoes it."""
+class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
+    """Give every attention call of `model` to `answer` from now on; None: those of a cache to its streams.
+
+    `detach`, or the end of a `with`, which limits the answers to the current context, undoes it. `ValueError` for a
+    model whose attention cannot be replaced, which is then as it was.
+    """
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
         modules, configs = attention_modules(model), switch.configs_of(model)
@@ -116,10 +120,6 @@ class Attachment:
             for layer, module in enumerate(modules):
                 answers.push(module, self._scope, layer, answer)
 
-    def enter(self) -> None:
-        """Limit the answers to the current context."""
-        self._scope.enter()
-
     def detach(self) -> None:
         """Restore the model. A second call does nothing."""
         self._scope.leave()
@@ -132,19 +132,11 @@ class Attachment:
             self._release()
 
     def __enter__(self) -> Self:
-        self.enter()
+        self._scope.enter()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.detach()
-
-
-def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Give every attention call of `model` to `answer` from now on; None: those of a cache to its streams.
-
-    `ValueError` for a model whose attention cannot be replaced, which is then as it was.
-    """
-    return Attachment(model, answer)
 
 
 def register() -> None:

@@ -266,6 +266,6 @@ def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, An
         )
 
 
-def _leave(attachment: interface.Attachment, hook: RemovableHandle) -> None:
+def _leave(attachment: interface.attach, hook: RemovableHandle) -> None:
     attachment.detach()
     hook.remove()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -92,29 +92,21 @@ def apply(
     return Applied(model, ByPlan(plans, impl, generator, guards))
 
 
-class Applied:
+class Applied(attach):
     """An active plan of `model`, until `restore()` or the end of the `with` block, also when this object is deleted."""
 
     def __init__(self, model: PreTrainedModel, answer: ByPlan) -> None:
-        self.model = model
-        self._guards = answer.guards
-        self._attachment = attach(model, answer)
+        super().__init__(model, answer)
+        self.model, self._guards = model, answer.guards
 
     def restore(self) -> None:
         """Restore the attention that the model had, unless another `apply` is still active. May be called again."""
-        self._attachment.detach()
+        self.detach()
 
     @property
     def fallbacks(self) -> tuple[Fallbacks, ...]:
         """For each layer, how often `max_error` made it answer exactly, so far. Empty without `max_error`."""
         return tuple(guard.fallbacks for guard in self._guards)
-
-    def __enter__(self) -> Self:
-        self._attachment.enter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
 
 
 @dataclass(frozen=True, eq=False)
