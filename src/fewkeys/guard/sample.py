@@ -16,6 +16,7 @@ from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
+from fewkeys.core.rows import take
 from fewkeys.core.weights import Weights
 
 GROUP = 8
@@ -139,7 +140,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     Cost O(B Hq m Nk (D + Dv)); memory O(B Hkv Nk (D + Dv)).
     """
     x = inputs
-    query = (_take(working(x.query), index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
+    query = (take(working(x.query), index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
     places = index.reshape(x.batch, x.kv_heads, -1)
     heads = torch.arange(x.query_heads, device=index.device).repeat_interleave(index.shape[2]).view(x.kv_heads, -1)
     key, value = working(x.key).mT, working(x.value)
@@ -166,9 +167,4 @@ def sampled_errors(
     output (B, Hq, Nq, Dv).
     """
     sample = draw(inputs, uniform(shape, generator, output.device))
-    return sample, relative_error(_take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """The rows (B, H, m, D) at `index` (B, H, m) of rows (B, H, N, D)."""
-    return rows.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+    return sample, relative_error(take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()

@@ -8,6 +8,7 @@ import torch
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import take
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import PER_SORTED, Work
 from fewkeys.rest.base import CountedRest, StandIns, unkept
@@ -42,10 +43,10 @@ class UniformSample(CountedRest):
         available = free.sum(-1, keepdim=True).long().clamp_min(count)
         share = (rank * count // available).clamp_max(count - 1)
         first = (torch.arange(count, device=free.device) * available + count - 1) // count
-        index = order.gather(-1, first.clamp_max(inputs.keys - 1)).unsqueeze(-1)
+        index = order.gather(-1, first.clamp_max(inputs.keys - 1))
         return StandIns(
-            key=inputs.key.gather(-2, index.expand(-1, -1, -1, inputs.head_dim)),
-            value=inputs.value.gather(-2, index.expand(-1, -1, -1, inputs.value_dim)),
+            key=take(inputs.key, index),
+            value=take(inputs.value, index),
             label=share,
             share=free,
         )

@@ -20,6 +20,7 @@ import fewkeys.native as native
 from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root
@@ -250,8 +251,7 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, real_importance))
     on_query, on_value, importance, weight, real_importance = parts
     first = _seeds(real_importance, count)
-    places = first.unsqueeze(-1)
-    centres = torch.cat([x.gather(-2, places.expand(-1, -1, -1, x.shape[-1])) for x in (on_query, on_value)], -1)
+    centres = torch.cat([take(on_query, first), take(on_value, first)], -1)
     mean_importance = importance.gather(-1, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
