@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, alike, sized, struct
+from fewkeys.native.tensors import alike, sized, struct
 
 
 def halve(
@@ -51,13 +51,10 @@ def tilt(
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
     sums = {"mass": mass, "energy": energy, "size": size, "key_sum": key_sum, "value_sum": value_sum, "level": level}
-    call("fewkeys_tilt", _tilts(key, value, facts | sums | {"together": products}, numbers), key.dtype)
+    tensors = {**facts, **sums, "together": products}
+    sizes = {"cohorts": mean.shape[2], "kept": facts["index"].shape[3], "count": count}
+    call("fewkeys_tilt", struct("Tilts")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
     return mass, energy, size, key_sum, value_sum, level, products
-
-
-def _tilts(key: Tensor, value: Tensor, tensors: dict[str, Any], numbers: dict[str, float]) -> KernelArgs:
-    sizes = {name: tensors[of].shape[dim] for name, of, dim in (("cohorts", "mean", 2), ("kept", "index", 3))}
-    return struct("Tilts")(**sized(key, value), **tensors, **sizes, count=tensors["level"].shape[3], **numbers)
 
 
 def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
