@@ -31,7 +31,6 @@ Progress = Callable[[int, int, str], None]
 AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
-COSINES = ("cosine", "cosine_min", "token_cosine")
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
 """Facts of a capture that a report repeats."""
 TIMED = 6
@@ -187,7 +186,6 @@ def _row(entry: Entry, capture: Capture) -> Row:
     tally = entry.tally
     error, mass, slots = tally.means().values()
     worst = int(error.argmax())
-    cosines: dict[str, Any] = dict.fromkeys(COSINES) if entry.effect is None else vars(entry.effect)
     return Row(
         name=entry.name,
         budget=entry.budget,
@@ -202,7 +200,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         worst_head_error=float(error.flatten()[worst]),
         mass=float(mass.mean()),
         recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
-        **cosines,
+        **vars(entry.effect),
         ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # exact attention is as fast as it is
         exact_ms=median(entry.exact_ms),
         per_layer={

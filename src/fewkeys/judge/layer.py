@@ -75,7 +75,7 @@ class Entry:
     reason: str | None = None
     ms: list[float] = field(default_factory=list)
     exact_ms: list[float] = field(default_factory=list)
-    effect: Effect | None = None
+    effect: Effect = field(default_factory=Effect)
     kept: list[list[str]] = field(default_factory=list)
 
     @property

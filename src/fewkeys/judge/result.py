@@ -80,9 +80,9 @@ class Row:
 class Effect:
     """The effect of a plan on the whole model, as in `Row`."""
 
-    cosine: float
-    cosine_min: float
-    token_cosine: float
+    cosine: float | None = None
+    cosine_min: float | None = None
+    token_cosine: float | None = None
 
 
 @dataclass(frozen=True)
