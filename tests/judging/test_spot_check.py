@@ -3,6 +3,7 @@ where it sees a few."""
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from cases import CAUSAL_PLANS, CAUSAL_SHAPES, KEEPS, SHAPES, SOME_PLANS, Shape
 from executors import FORMS, rotated
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import reference
+from fewkeys.execute import exact
 from fewkeys.guard import sample
 
 WINDOW = fk.Plan(fk.Window(9))
@@ -103,7 +104,8 @@ def test_exact_rows_are_rows_of_exact_attention(form, kernel, block, monkeypatch
     shape = FORMS[form]
     inputs = check_inputs(*shape.draw(), **shape.options)
     index = torch.randint(0, shape.queries, (shape.batch, shape.query_heads, 9), generator=seed(0))
-    expected = reference.attend_exact(inputs, kernel).gather(2, index[..., None].expand(-1, -1, -1, shape.value_dim))
+    every = exact.attend(replace(inputs, impl="reference"), kernel)
+    expected = every.gather(2, index[..., None].expand(-1, -1, -1, shape.value_dim))
     torch.testing.assert_close(sample.exact_rows(inputs, kernel, index), expected)
 
 

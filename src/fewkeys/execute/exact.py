@@ -38,12 +38,11 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 
 
 def _attend(inputs: Inputs, weights: Weights) -> Tensor:
-    if inputs.impl == "reference":
-        return reference.attend_exact(inputs.clear(), weights)
-    if not isinstance(weights, Softmax):
-        x = inputs.clear()
-        return reference.attend_in_pieces(Problem(x, Graph(x, full=True), None, weights))
-    x = inputs
+    x, is_reference = inputs, inputs.impl == "reference"
+    if is_reference or not isinstance(weights, Softmax):
+        x = x.clear()
+        dense = reference.attend if is_reference else reference.attend_in_pieces
+        return dense(Problem(x, Graph(x, full=True), None, weights))
     if x.bias is not None and not x.is_causal and x.valid is None and x.query.device.type == "cpu":
         # Biases of reversed queries take no memory. Kernels of other devices want whole rows.
         bias = x.bias.from_last(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)

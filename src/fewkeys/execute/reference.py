@@ -14,11 +14,11 @@ from torch.nn.functional import one_hot, pad
 
 from fewkeys.core.at_once import at_once
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import Graph, cohort_of_queries
+from fewkeys.core.graph import cohort_of_queries
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.core.weights import Softmax, Weights, positive
+from fewkeys.core.weights import Softmax, positive
 from fewkeys.execute.problem import Problem
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, RangeStandIns, StandIns, within_reach
 
@@ -30,11 +30,6 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv). Cost O(n^2 (D + Dv)), memory O(n^2) per query head."""
     return _attend(problem, 0, problem.inputs.queries).to(problem.inputs.query.dtype)
-
-
-def attend_exact(inputs: Inputs, weights: Weights) -> Tensor:
-    """Every query attends to every key it may see."""
-    return attend(Problem(inputs, Graph(inputs, full=True), None, weights))
 
 
 def attend_in_pieces(problem: Problem) -> Tensor:
