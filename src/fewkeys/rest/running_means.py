@@ -21,11 +21,10 @@ from fewkeys.select.base import Recent, Selector
 class RunningMeans(CountedRest):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
-    Beside `RecentBlocks` and any number of `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`). When a block
-    of queries begins, a summary of `count` means absorbs the keys that no list holds any more, and merges the means
-    whose merging costs least (`fewkeys.past.summary` has the equations). Its metric is that of the queries before the
-    block. Absorbed keys never return, so a block's stand-ins are the same whether a sequence comes whole, in pieces
-    (`fewkeys.stream`) or token by token.
+    Beside `RecentBlocks`, with or without `Sinks`. When a block of queries begins, a summary of `count` means absorbs
+    the keys that no list holds any more, and merges the means whose merging costs least (`fewkeys.past.summary` has the
+    equations). Its metric is that of the queries before the block. Absorbed keys never return, so a block's stand-ins
+    are the same whether a sequence comes whole, in pieces (`fewkeys.stream`) or token by token.
 
     Memory for a whole sequence is count / block times that of the keys and values. Slots: count. Cost
     O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through the choice of clusters and
