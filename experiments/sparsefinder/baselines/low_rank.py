@@ -11,13 +11,12 @@ from experiments.sparsefinder.baselines.draws import normal
 from torch import Tensor
 
 from fewkeys.core.entmax import entmax
-from fewkeys.core.graph import Graph, visible
+from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.space import Projection, check_space, projected
-from fewkeys.select.base import Selector
-from fewkeys.select.rows import listed, query_blocks
+from fewkeys.select.base import Selector, listed
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Keys in the future or in padding are never edges.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
@@ -172,11 +172,8 @@ class Graph:
 
     def _counts(self) -> tuple[Tensor, Tensor]:
         """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""
-        x = self.inputs
-        step = max(1, 2**24 // (x.batch * x.query_heads * x.keys))
-        kept, total = [], []
-        for start in range(0, x.queries, step):
-            stop = min(start + step, x.queries)
+        x, kept, total = self.inputs, [], []
+        for start, stop in query_blocks(x):
             real = x.query.new_ones((x.batch, stop - start), dtype=torch.bool)
             if x.valid_queries is not None:
                 real = x.valid_queries[:, start:stop]
@@ -184,6 +181,13 @@ class Graph:
             kept.append(self.mask(start, stop).sum(-1)[real])
             total.append(visible(x, start, stop).sum(-1).expand_as(real)[real])
         return torch.cat(kept), torch.cat(total)
+
+
+def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
+    """The first and last + 1 of blocks of queries whose scores of all keys are at most 2^24 numbers."""
+    step = max(1, 2**24 // (inputs.batch * inputs.query_heads * inputs.keys))
+    for start in range(0, inputs.queries, step):
+        yield start, min(start + step, inputs.queries)
 
 
 def marked(index: Tensor, used: Tensor, keys: int) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
@@ -234,3 +235,15 @@ def top_places(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # Sorted places: the order of summation must not depend on the scores.
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
+
+
+def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
+    """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
+    lists = []
+    for mask in masks:
+        count = mask.shape[-1]
+        place = torch.where(mask, torch.arange(count, device=mask.device), count)
+        place = place.topk(int(mask.sum(-1).max()), -1, largest=False).values
+        lists.append(place.masked_fill(place == count, -1))
+    longest = max(part.shape[-1] for part in lists)
+    return Graph(inputs, rows=torch.cat([pad(part, (0, longest - part.shape[-1]), value=-1) for part in lists], 2))

@@ -10,12 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Graph, visible
+from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.work import Work
 from fewkeys.select.base import CountedSelector, shared_top
-from fewkeys.select.rows import query_blocks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Graph, visible
+from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
@@ -29,9 +29,8 @@ from fewkeys.papers.sparsefinder.space import (
     projected,
     space_work,
 )
-from fewkeys.select.base import Selector
+from fewkeys.select.base import Selector, listed
 from fewkeys.select.recent import RecentBlocks
-from fewkeys.select.rows import listed, query_blocks
 
 Kind = Literal["equal_size", "uniform"]
 

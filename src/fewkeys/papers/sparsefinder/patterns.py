@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.entmax import entmax
-from fewkeys.core.graph import Graph, visible
+from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.select.base import CountedSelector, Selector
+from fewkeys.select.base import CountedSelector, Selector, listed
 from fewkeys.select.controls import uniform
-from fewkeys.select.rows import listed, query_blocks
 from fewkeys.select.top_k import score_blocks
 from fewkeys.select.window import Sinks
 
