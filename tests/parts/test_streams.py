@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fewkeys as fk
 from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys.memory import Stream, coded
-from fewkeys.memory.parts import parts_of
+from fewkeys.memory.constant import parts_of
 
 PLANS = {
     name: plan
