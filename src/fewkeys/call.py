@@ -1,7 +1,5 @@
 """`fewkeys.attention`, the public function. What happens to its arguments is in `fewkeys.flow`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Never
 

@@ -1,7 +1,5 @@
 """What `fewkeys.attention` does with a call, and why."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, Unpack
 

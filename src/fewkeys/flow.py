@@ -8,8 +8,6 @@
 `attention`, `explain`, spot checks and comparisons all use these steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Attention inside `torch.compile`: the graph ends before it and goes on after it. Imports torch's compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Queries, keys and values of any length: random ones, and captured ones, one sequence after another."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

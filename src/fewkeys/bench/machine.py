@@ -1,7 +1,5 @@
 """The machine and the versions of a measurement, without the user's name and the date."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The peak memory of the tensors that live while code runs: the same on every machine and device."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -4,8 +4,6 @@ Exact attention and the plans take turns, so that a machine that slows down slow
 turns, and so are ratios. The plans run even where `impl="auto"` would not run them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

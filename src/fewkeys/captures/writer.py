@@ -1,7 +1,5 @@
 """Writes a capture: one attention call at a time, and `capture.json` last. A folder without it is not a capture."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -4,8 +4,6 @@ Results go to stdout; progress and errors to stderr. Exit codes: 0 done, 2 bad i
 it), 130 interrupted, 143 terminated. Files appear complete or not at all.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

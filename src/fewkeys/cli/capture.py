@@ -1,7 +1,5 @@
 """Run a model over a text and store the queries, keys and values of every layer as safetensors."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

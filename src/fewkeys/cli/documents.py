@@ -1,7 +1,5 @@
 """The texts in files and folders: every file of UTF-8 text, and the reason why any other file is left out."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence

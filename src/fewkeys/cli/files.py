@@ -1,7 +1,5 @@
 """Folders for results: checked before the work, and written completely or not at all."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Options that several commands share, and numbers as command-line options."""
 
-from __future__ import annotations
-
 import math
 import os
 from argparse import ArgumentParser, ArgumentTypeError

@@ -1,7 +1,5 @@
 """The progress of a command, with the time left."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

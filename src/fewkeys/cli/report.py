@@ -2,8 +2,6 @@
 the error against slots, every head, and what a few queries keep.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -5,8 +5,6 @@ underscore. Classes defined elsewhere are not: a name in a file cannot load unex
 listed=True)` lists such a class, `listed=False` leaves one out.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from importlib import import_module

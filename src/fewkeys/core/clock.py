@@ -1,7 +1,5 @@
 """Timing that waits for work on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Tables as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 

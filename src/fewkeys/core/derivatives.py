@@ -1,7 +1,5 @@
 """Constants for all kinds of derivatives; and derivatives of kernels by torch's operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

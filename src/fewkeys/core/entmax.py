@@ -9,8 +9,6 @@ alpha = 2 a step solves for tau on the entries above the last one, and the last 
 others convergence is quadratic, and stops at rounding. For alpha > 2 tau is found by bisection. Nothing is sorted.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ Scores beyond the size at which neighbouring floats are 64 apart are scaled down
 either case.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small files: written whole or not at all, and read with one clear error."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

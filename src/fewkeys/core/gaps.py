@@ -4,8 +4,6 @@ Rules on positions (blocks, windows, lists that are renewed) require padding aft
 moved there, and outputs back to their places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

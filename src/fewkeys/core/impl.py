@@ -1,7 +1,5 @@
 """The names of the executors."""
 
-from __future__ import annotations
-
 from typing import Literal, cast, get_args
 
 Impl = Literal["auto", "reference", "torch", "native"]

@@ -4,8 +4,6 @@ The JSON of a plan names learned values by their fingerprints, and so do the nam
 So a file can be checked against its name, and an older plan in the folder stays whole while a new one is written.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

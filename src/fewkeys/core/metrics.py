@@ -4,8 +4,6 @@ Masks are bool (..., Nq, Nk), True for an edge (query, key). `gold` has the corr
 method.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The precision of statistics, independent of the inputs' dtype and of autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

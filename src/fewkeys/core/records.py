@@ -1,7 +1,5 @@
 """Checked reading of JSON: malformed text and values that are not of the declared type raise `ValueError`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The names that `dir` shows of a package: those that its `__init__` exports, not its modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Rows of tokens: gathered, and in a stretch; and lists of marked ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

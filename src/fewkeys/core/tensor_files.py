@@ -4,8 +4,6 @@ Kernels trust shapes, so the reader of a file states the expected `Form` of each
 bits, and every fault is a `ValueError`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Totals over a sequence that may be distributed over processes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

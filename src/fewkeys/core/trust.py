@@ -1,7 +1,5 @@
 """Files that only this user or root could have written, so that it is safe to run code from them."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks at the public edge: each message names the argument, what was expected, what came, and the fix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypedDict

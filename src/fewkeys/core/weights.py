@@ -5,8 +5,6 @@
 the whole row, so stand-ins cannot enter a sum.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ on random inputs when a stream of such heads first answers a query, and are kept
 numbers cannot be kept, counts of operations decide.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 They are measured again once they are old: machines change, and other load may have disturbed a measurement.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Arithmetic of exact attention and of plans, operations per query: a model, not a measurement."""
 
-from __future__ import annotations
-
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work, per_score
 from fewkeys.plan import Plan

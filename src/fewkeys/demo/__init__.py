@@ -5,8 +5,6 @@ Isaac Newton's Opticks (fourth edition, London 1730), which is in the public dom
 changes, so that figures printed from it stay the same. `benchmarks/opticks.txt` goes on where it ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path

@@ -4,8 +4,6 @@ A collective on tensors of different shapes hangs or mixes up numbers. Here ever
 the arguments of one rank are invalid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any

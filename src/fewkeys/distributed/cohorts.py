@@ -8,8 +8,6 @@
 Each rank then attends as one process does: to its own keys, the neighbouring keys and the kept keys of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

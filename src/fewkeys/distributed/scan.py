@@ -8,8 +8,6 @@
 As in one process, codes are relative to the first block of all tokens, and the first of equal scores is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Only scores are sent.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

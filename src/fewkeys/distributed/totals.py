@@ -1,7 +1,5 @@
 """Sums and rows of all ranks, and their gradients back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

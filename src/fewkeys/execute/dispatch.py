@@ -3,8 +3,6 @@
 All executors give the same answer up to rounding, at different speeds.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Exact attention: every query attends to every key it may see."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The input of every executor: all choices are made, so that only attention is left to compute."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fewkeys.core.derivatives import constants

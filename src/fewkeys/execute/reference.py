@@ -4,8 +4,6 @@ Every query is scored against every key under the graph's mask. Stand-ins are fu
 float64 input, whatever the other dtypes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

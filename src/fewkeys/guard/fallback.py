@@ -1,7 +1,5 @@
 """Falls back to exact attention where a plan's error is too large, and counts how often."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -13,8 +13,6 @@ restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
   usual `mean - t s`, not below zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import NormalDist

@@ -5,8 +5,6 @@ which is copied and pickled with the model. A plan that was entered by `with` ac
 a thread, or a task of asyncio). Every other plan acts wherever the model is called.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping

@@ -5,8 +5,6 @@ Memory: one block (`fewkeys.judge.exact`) at any length. Time: O(n^2) per plan, 
 weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

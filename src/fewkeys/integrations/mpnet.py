@@ -4,8 +4,6 @@ While a plan is active, `MPNetForward` replaces `forward` in the attention modul
 the model's own in that it calls the attention function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ end. `cu_seq_lens_q` holds the place where each begins, and last the number of t
 `DataCollatorWithFlattening` write it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

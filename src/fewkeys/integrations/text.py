@@ -1,7 +1,5 @@
 """Text to equal sequences of token ids, as a model's own tokenizer makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

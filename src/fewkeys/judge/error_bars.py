@@ -22,8 +22,6 @@ o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so fo
 The bar is computed K times, after 64, 128, .. draws, each time at the confidence 1 - (1 - confidence) / K.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Unpack

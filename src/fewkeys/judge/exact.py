@@ -4,8 +4,6 @@
 a time, and is shared by all plans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product

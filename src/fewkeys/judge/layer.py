@@ -1,7 +1,5 @@
 """One plan of a comparison: its output, its edges and its time on one block of attention."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

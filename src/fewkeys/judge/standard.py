@@ -1,7 +1,5 @@
 """The plans that every comparison shows: bounds, controls, known methods, and ours."""
 
-from __future__ import annotations
-
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import Moments
 from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window

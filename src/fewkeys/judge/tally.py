@@ -1,7 +1,5 @@
 """Running totals of one plan in constant memory: means per layer and head, quantiles over all queries."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Files of streams: plans and counts in the header, memory as tensors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ it once, and it is kept in a folder that only this user can write. The bytes tha
 whose file another user could change after the check.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

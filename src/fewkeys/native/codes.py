@@ -1,7 +1,5 @@
 """Codes of keys in two bits a number, and scans of them (`codes.h`, `code_scan.h`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

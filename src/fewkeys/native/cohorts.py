@@ -1,7 +1,5 @@
 """Cohorts of queries and their statistics of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The largest entries of a problem, and its rows head by head, by the compiled kernel (`native/extent.h`)."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Each set has a library of its own from the same source. The build of a wheel loa
 the standard library.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """The summaries of a whole sequence, one block of queries after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

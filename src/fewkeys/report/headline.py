@@ -1,7 +1,5 @@
 """The recommendation of a comparison in one sentence."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A comparison as one HTML page that loads nothing from a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

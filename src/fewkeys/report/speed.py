@@ -1,7 +1,5 @@
 """A benchmark as a table and two pictures: time against length, and error against milliseconds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

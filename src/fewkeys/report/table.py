@@ -1,7 +1,5 @@
 """Tables for the terminal: a comparison, and the best plan for each budget."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence

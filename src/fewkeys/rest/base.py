@@ -1,7 +1,5 @@
 """The base of all rests, and the stand-ins that they make."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Means of the keys that a query scanned but did not keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Cluster means: every group of similar keys is one more key."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Stand-ins of cohorts of queries: all cohorts share the clusters of keys, and each has its own means of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

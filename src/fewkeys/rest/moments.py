@@ -1,7 +1,5 @@
 """One Gaussian for all the keys that are not kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

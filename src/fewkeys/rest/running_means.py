@@ -1,7 +1,5 @@
 """Means of the past: a fixed number of stand-ins for all keys that a causal plan has evicted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A random sample of the keys that are not kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

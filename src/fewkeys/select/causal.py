@@ -6,8 +6,6 @@ While fewer than `count` keys are complete, the free places go to the block's ow
 a budget of all keys is exact attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

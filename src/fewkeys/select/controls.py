@@ -1,7 +1,5 @@
 """Controls for every comparison: keys of large norm, and random keys."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

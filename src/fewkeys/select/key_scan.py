@@ -1,7 +1,5 @@
 """Each query's own keys, chosen by the codes of all keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2

@@ -1,7 +1,5 @@
 """Keys with the largest leverage scores (LevAttention)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Keys that matter and that the mean of their cluster describes worst."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

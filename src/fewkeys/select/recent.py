@@ -1,7 +1,5 @@
 """The block of positions that contains the query, and the blocks beside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

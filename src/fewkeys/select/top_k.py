@@ -1,7 +1,5 @@
 """Oracles: selectors that score every pair, as bounds of what selection can reach."""
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass

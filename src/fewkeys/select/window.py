@@ -1,7 +1,5 @@
 """Keys near the query, and the first keys of the sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

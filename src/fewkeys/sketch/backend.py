@@ -1,7 +1,5 @@
 """How statistics are computed: once for each call, by compiled kernels or by torch's operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar, TypeVarTuple

@@ -8,8 +8,6 @@ The scaled queries q, of mean m and covariance C, are taken as Gaussian. The *im
 squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: important keys get more clusters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

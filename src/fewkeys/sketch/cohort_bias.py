@@ -5,8 +5,6 @@ of `log E exp(q . k_j)` and `log E exp(b)`. A query whose band holds the key doe
 mean is over the other queries. It is computed by blocks of `BLOCK` queries and keys: it only orders keys.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.fft import irfft, rfft

@@ -10,8 +10,6 @@ Everything is per sequence and key head, in float32 (float64 for float64 input),
 in no cohort.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled. `root64
 by powers of two, which do not round: columns of very different size cost no accuracy.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rows in sets of equal size and similar rows: split at the median along the main direction, recursively."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -8,8 +8,6 @@ Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the 
 processes come before the second ones. A label (R, G, m) is the set of every row of this process.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ for any query (LevAttention, arXiv 2410.05462, section 2). The same holds for we
 which lewis.py bounds from above.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

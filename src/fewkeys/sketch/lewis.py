@@ -32,8 +32,6 @@ maxima over keys go through a `Totals`: with distributed keys, all processes tak
 bounds of its keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

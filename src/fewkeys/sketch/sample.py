@@ -1,7 +1,5 @@
 """Evenly spaced samples of the real rows of sequences, and centring: padding changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Weighted sums of keys and values, by cluster or over all."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

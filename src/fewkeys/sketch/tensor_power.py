@@ -5,8 +5,6 @@ multinomial theorem `<phi(k), phi(q)> = <k, q>^m`, so `<k, q>^(2m) = <phi(k), ph
 features, instead of the d^m entries of the tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from functools import lru_cache

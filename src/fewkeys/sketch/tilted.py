@@ -8,8 +8,6 @@ a cluster have the weights
 Cohorts are narrow, so t is nearer to one than for an average that serves all queries (`fewkeys.sketch.clusters`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which candidate each head gets, under a budget of slots over all heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

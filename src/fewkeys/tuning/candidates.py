@@ -1,7 +1,5 @@
 """The plans that tuning chooses from: how a number of slots may be split, and which rule picks the heavy keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, NamedTuple

@@ -11,8 +11,6 @@ model's predictions (where captured):
                                                              different heads and queries (integrations/sensitivity.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

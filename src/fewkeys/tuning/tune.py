@@ -1,7 +1,5 @@
 """Choose a plan for every head: the split of its slots, and how many of the model's slots it gets."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

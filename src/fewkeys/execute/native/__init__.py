@@ -1,7 +1,5 @@
 """Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fewkeys.core.impl import COMPILED

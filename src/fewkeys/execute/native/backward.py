@@ -1,7 +1,5 @@
 """Softmax attention with gradients: a compiled kernel forward, torch's operations backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

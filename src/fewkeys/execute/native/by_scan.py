@@ -1,7 +1,5 @@
 """Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

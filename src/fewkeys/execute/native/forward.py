@@ -4,8 +4,6 @@
 band.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import Tensor

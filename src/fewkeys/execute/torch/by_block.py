@@ -5,8 +5,6 @@ product; the band is another, over overlapping views of the keys. Blocks are gro
 Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

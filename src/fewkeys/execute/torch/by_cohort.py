@@ -5,8 +5,6 @@ queries. A band is one product for every block of consecutive queries: its score
 weights go back to the order of the queries. So do the masses of stand-ins under a bias of distances.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Memory O(n (D + Dv)) beside the lists; gradients need more, since they store what is gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

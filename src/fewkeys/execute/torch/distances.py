@@ -1,7 +1,5 @@
 """The bias of distances (`DistanceBias`) of a chunk's scores, and of its stand-ins, in linear time."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -19,8 +19,6 @@ that is safe. The rounding of `W^T k` is at most `(D + 4) u |D W|_F |D^-1 k|`, a
 stay below 10 %, and keys are candidates from `MARGIN eps` on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Checked keys; and those of one head for the search, in blocks in float64, scaled to sizes near one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -21,8 +21,6 @@ The number of rows m that suffices follows from proved bounds with all their con
 Cost of `S K`: `n m D`, `n D log n` and `n D`; docs/levattention.md has times.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ are compared. The matrix only saves time: a query is answered directly, from its
 rounding may have changed its normaliser by more than `TRUST`, or by enough to decide whether an entry reaches eps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

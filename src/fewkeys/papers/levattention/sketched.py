@@ -20,8 +20,6 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
 Queries that are not trusted (gram.py) are answered from all scores, so that the statements hold for all queries.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

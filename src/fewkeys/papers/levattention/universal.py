@@ -1,7 +1,5 @@
 """Universal sets: the keys that have every large entry of attention, for all queries, by `fewkeys.sketch.leverage`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

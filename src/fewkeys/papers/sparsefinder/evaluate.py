@@ -1,7 +1,5 @@
 """Scores of selectors against the gold graph of entmax heads, on captured sequences, beside controls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

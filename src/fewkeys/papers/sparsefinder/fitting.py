@@ -1,7 +1,5 @@
 """What groupings learn of a space: centroids of clusters, which of them are joined, and edges of buckets."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec

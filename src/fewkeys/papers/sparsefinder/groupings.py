@@ -3,8 +3,6 @@
 Source: Sparsefinder (arXiv 2109.12188), section 3.3; section 5 and appendix for blocks.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, get_args

@@ -1,7 +1,5 @@
 """Graphs beside the predicted ones: the gold graph, global tokens, and random edges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

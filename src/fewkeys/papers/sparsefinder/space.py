@@ -1,7 +1,5 @@
 """Learned spaces in which selectors compare queries and keys, head by head, and what is learned in these spaces."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ n x n tensor carries a gradient.
 The seed, the layer and the epoch determine all random numbers of an epoch. A finished layer is one safetensors file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

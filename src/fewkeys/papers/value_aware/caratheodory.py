@@ -1,7 +1,5 @@
 """Caratheodory's theorem, batched: a convex combination of n points in d dimensions is one of d + 1 of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

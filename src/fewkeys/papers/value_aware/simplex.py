@@ -5,8 +5,6 @@ polytope, 1976): keep a set of active points, solve for the nearest point of the
 boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

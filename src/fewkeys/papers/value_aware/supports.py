@@ -3,8 +3,6 @@
 All solvers work on the rows of one head and choose only the indices of a `Fit`: `refit` finds the best weights.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The r weights per row that are best without knowledge of the values, and with it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Literal
