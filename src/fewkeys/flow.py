@@ -2,7 +2,7 @@
 
     choose        exact attention or the plan, and the reason; reads no data
     canonicalise  rescales entries that are too large, and moves padding behind the real keys
-    prepare       chooses the keys to keep, and makes the stand-ins for all others
+    prepare       chooses the keys to keep, and makes the stand-ins for all others (`fewkeys.execute.problem`)
     run           computes the output of a choice, by the two steps above
 
 `attention`, `explain`, spot checks and comparisons all use these steps.
