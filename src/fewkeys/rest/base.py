@@ -199,8 +199,12 @@ class Rest(Listed, ABC):
         return 0
 
     def check_beside(self, keep: Selector) -> None:
-        """Raise `ValueError` where the stand-ins cannot be made beside `keep`."""
-        return
+        """Raise `ValueError` where the stand-ins cannot be made beside `keep`; by default beside lists of cohorts."""
+        if keep.cohort_lists > 1:
+            raise ValueError(
+                f"keep: {type(self).__name__} has no stand-ins for cohorts of queries, got {keep}; use "
+                f"ClusterMeans(cohorts={keep.cohort_lists}), Drop(), or cohorts=1 there"
+            )
 
     def check(self, weights: Weights) -> None:
         """Raise `ValueError` where the stand-ins have no meaning under `weights`."""
@@ -229,6 +233,9 @@ class Drop(Rest):
     @property
     def running(self) -> int:
         return 0
+
+    def check_beside(self, keep: Selector) -> None:
+        return None
 
     def check(self, weights: Weights) -> None:
         return None
