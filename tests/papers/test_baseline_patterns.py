@@ -17,6 +17,7 @@ from baseline_forms import (
     real_counts,
 )
 from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import patterns
 
 # --- patterns of positions -----------------------------------------------------------------------------------------
 
@@ -134,3 +135,11 @@ def test_random_edges_are_uniform_and_each_querys_own():
         drawn += mask
     # Mean 75 and standard deviation 7.5 for every pair; the largest of 400.
     assert (drawn - 75).abs().max() < 5 * 7.5
+
+
+def test_blocks_of_queries_draw_random_edges_of_their_own(monkeypatch):
+    """Without a generator, too."""
+    monkeypatch.setattr(patterns, "query_blocks", lambda inputs: [(0, 10), (10, 20)])
+    x = torch.zeros(1, 1, 20, 2)
+    mask = sparsefinder.RandomEdges(5).graph(x, x).to_mask()[0, 0]
+    assert not torch.equal(mask[:10], mask[10:])

@@ -76,8 +76,13 @@ def _draws_of_all(inputs: Inputs) -> Tensor:
     return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]
 
 
-def uniform(inputs: Inputs, shape: Sequence[int]) -> Tensor:
-    """Uniform numbers in [0, 1), float32, from the call's generator, or with seed 0; on the inputs' device."""
-    generator = inputs.generator or torch.Generator("cpu").manual_seed(0)
+def generator_of(inputs: Inputs) -> torch.Generator:
+    """The call's generator, or a new one with seed 0."""
+    return inputs.generator or torch.Generator("cpu").manual_seed(0)
+
+
+def uniform(inputs: Inputs, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
+    """Uniform numbers in [0, 1), float32, from the generator, by default `generator_of`; on the inputs' device."""
+    generator = generator or generator_of(inputs)
     drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return drawn.to(inputs.query.device)

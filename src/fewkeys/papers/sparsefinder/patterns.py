@@ -13,7 +13,7 @@ from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.select.base import CountedSelector, Selector, listed
-from fewkeys.select.controls import uniform
+from fewkeys.select.controls import generator_of, uniform
 from fewkeys.select.top_k import score_blocks
 from fewkeys.select.window import Sinks
 
@@ -88,11 +88,11 @@ class RandomEdges(CountedSelector):
     causal = True
 
     def select(self, inputs: Inputs) -> Graph:
-        x = inputs
+        x, generator = inputs, generator_of(inputs)
 
         def mask(start: int, stop: int) -> Tensor:
             seen = visible(x, start, stop)
-            number = uniform(x, (x.batch, x.kv_heads, stop - start, x.keys)).masked_fill(~seen, -1.0)
+            number = uniform(x, (x.batch, x.kv_heads, stop - start, x.keys), generator).masked_fill(~seen, -1.0)
             top = number.topk(min(self.count, x.keys), -1).indices
             drawn = torch.zeros_like(number, dtype=torch.bool).scatter_(-1, top, True) & seen
             return drawn.repeat_interleave(x.gqa_ratio, 1)
