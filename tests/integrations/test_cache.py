@@ -122,6 +122,17 @@ def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     assert max(cropped) > 0
 
 
+def test_drafts_need_an_empty_cache():
+    """Transformers passes all tokens again, as if they were the first."""
+    model, ids = llama(), tokens(1, 30)
+    cache = fk.cache(model, SINKS)
+    model.generate(ids, max_new_tokens=3, pad_token_id=0, past_key_values=cache)
+    length, ids = cache.get_seq_length(), tokens(1, 40)
+    with pytest.raises(ValueError, match=r"^position_ids: .* prompt_lookup_num_tokens"):
+        model.generate(ids, max_new_tokens=3, pad_token_id=0, past_key_values=cache, prompt_lookup_num_tokens=5)
+    assert cache.get_seq_length() == length
+
+
 @torch.no_grad()
 def logits(model, ids, sizes, cache=None):
     """The logits of all tokens, given to the model in pieces."""

@@ -1,5 +1,8 @@
 """Layers with a window of their own keep exactly that window; the others take the plan."""
 
+from contextlib import nullcontext
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -25,6 +28,7 @@ from transformers import (
 )
 
 import fewkeys as fk
+from fewkeys.integrations import transformers
 from tiny_models import GROUPED, close, far, padded, run, tokens
 
 EXACT = fk.Plan()
@@ -126,6 +130,54 @@ def test_decoding_with_a_cache(name):
             cache = out.past_key_values
             parts.append(out[0])
     close(torch.cat(parts, 1), whole)
+
+
+GAPS = torch.tensor([[1] * 14, [1] * 4 + [0] * 3 + [1] * 7, [0] * 2 + [1] * 12])
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_windows_count_padding_between_tokens_as_the_model_does(model, is_fast, monkeypatch):
+    """Whatever is expected to be faster."""
+    monkeypatch.setattr(transformers, "gives_way", lambda *_: is_fast)
+    inputs = {"input_ids": tokens(3, 14), "attention_mask": GAPS}
+    with fk.apply(model, EXACT):
+        actual = run(model, **inputs)
+    close(actual, run(model, **inputs), GAPS)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_a_cache_refuses_padding_between_the_tokens_of_a_window(name):
+    """In one call, or after a call that ended with it."""
+    model, ids = MAKERS[name]().eval(), tokens(3, 14)
+    for ends in ((0, 14), (0, 7, 14), (0, 6, 7, 14)):
+        cache = fk.cache(model, fk.Plan(fk.Window(50)))
+        *before, last = (
+            (ids[:, a:b], {"attention_mask": GAPS[:, :b], "past_key_values": cache}) for a, b in pairwise(ends)
+        )
+        for piece, options in before:
+            model(piece, **options)
+        with pytest.raises(ValueError, match=r"^attention_mask: .* between its tokens"):
+            model(last[0], **last[1])
+        assert cache.get_seq_length() < 14
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_a_piece_may_be_padding_alone(name):
+    torch.manual_seed(7)
+    model, ids = MAKERS[name]().eval(), tokens(2, 14)
+    real = (torch.arange(14) >= 6).long().expand(2, -1)
+    want = model(ids, attention_mask=real)[0]
+    for cache, plan in ((fk.cache(model, fk.Plan(fk.Window(50))), None), (None, fk.Plan(fk.Window(50)))):
+        applied = fk.apply(model, plan) if plan else nullcontext()
+        with applied:
+            parts = []
+            for start, stop in ((0, 5), (5, 9), (9, 14)):
+                out = model(ids[:, start:stop], attention_mask=real[:, :stop], past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                parts.append(out[0])
+        close(torch.cat(parts, 1), want, real)
 
 
 def test_chunks_are_refused():

@@ -5,9 +5,9 @@ Nothing of size n x n is built. A mask holds the real keys and the pattern that 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
 
-Its entries are True at real keys and False at padding; in a layer with a window, the window's size and 0. Where every
-key is real, the mask is one number, expanded. There is always a mask: without one, only the module's flag `is_causal`
-would say whether the call is causal, and the flag is wrong in models that were only ever run by "eager".
+Its entries are True at real keys and False at padding; in a layer with a window, the window's size and its negative.
+Where every key is real, the mask is one number, expanded. There is always a mask: without one, only the module's flag
+`is_causal` would say whether the call is causal, and the flag is wrong in models that were only ever run by "eager".
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def key_mask(
                 )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
-            mask = mask * real
+            mask = padded_mask(mask, real)
     if kv_offset and isinstance(kv_length, Length):
         _check_past(kv_length.held(), attention_mask, batch_size)
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
@@ -164,6 +164,11 @@ def whole_mask(window: int | None, shape: tuple[int, int], device: torch.device 
     """The entries (B, Nk) of a mask without padding: one number, expanded."""
     size, dtype = (1, torch.bool) if window is None else (window, torch.int32)
     return torch.full((), size, dtype=dtype, device=device).expand(shape)
+
+
+def padded_mask(mask: Tensor, real: Tensor) -> Tensor:
+    """A mask without padding, now with it: `real` (B, Nk) is False there."""
+    return mask & real if mask.dtype == torch.bool else torch.where(real, mask, -mask)
 
 
 def _pattern(
@@ -236,12 +241,10 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 def _decoded(mask: Tensor) -> Keys:
     """The content of a mask in one of the forms that the module docstring lists."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
-    window = None if mask.dtype == torch.bool else int(rows.max()) or None
-    if rows.shape[1] == 1:  # a decoded token
-        is_whole = bool(rows.all())
-    else:
-        is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
-    return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
+    window, real = None if mask.dtype == torch.bool else int(rows.abs().max()), rows > 0
+    # A decoded token has no strides that tell.
+    is_whole = bool(real.all()) if rows.shape[1] == 1 else rows.shape[1] > 1 and rows.stride(1) == 0
+    return Keys(None if is_whole else real, mask.ndim == 2, window)
 
 
 def layer_window(module: nn.Module) -> int | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
-from fewkeys.integrations.masks import DTYPES, KeyMask, whole_mask
+from fewkeys.integrations.masks import DTYPES, KeyMask, padded_mask, whole_mask
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
@@ -58,7 +58,7 @@ def mask_of_keys(
             return None
         window = 2 * local_size + 1
     mask = whole_mask(window, shape, device)
-    mask = mask if attention_mask is None else mask * attention_mask.bool()
+    mask = mask if attention_mask is None else padded_mask(mask, attention_mask.bool())
     return mask[:, None, None, :]
 
 
@@ -76,7 +76,7 @@ def watched(mask: Tensor | None) -> Tensor | None:
     if mask is None or not _is_of_keys(mask):
         return mask
     whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
-    return (whole if bool(mask.all()) else mask).as_subclass(KeyMask)
+    return (whole if bool((mask > 0).all()) else mask).as_subclass(KeyMask)
 
 
 def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bool:

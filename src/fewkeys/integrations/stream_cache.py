@@ -16,10 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.gaps import has_interior_padding
 from fewkeys.integrations import interface
 from fewkeys.integrations.answers import Length, streams
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import plain
+from fewkeys.integrations.terms import gaps_error, plain
 from fewkeys.memory import Stream, files
 from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
@@ -103,6 +104,12 @@ class StreamLayer(CacheLayerMixin):
                 f"past_key_values: expected as many attention calls of a layer as for the {self._length} tokens "
                 f"before, got {self._answered + 1}; use the cache with the model it was made for"
             )
+        if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
+            new = inputs.key_mask
+            new = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool) if new is None else new
+            real = torch.cat([stream.key_mask(), new], 1) if stream.length else new
+            if has_interior_padding(real):
+                raise gaps_error(self.window)
         self._answered += 1
         stream.scale = inputs.scale
         return stream.answer(inputs.query, inputs.key, inputs.value, inputs.key_mask)
@@ -256,13 +263,25 @@ class StreamCache(Cache):
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """Refuse `generate` without `use_cache`, which passes all tokens again at every step."""
+    """Refuse a `generate` that passes tokens again.
+
+    Without `use_cache` it does so at every step, and with assistants in its first step.
+    """
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
-    if kwargs.get("use_cache") is False and isinstance(kwargs.get("past_key_values"), StreamCache):
+    cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    if not isinstance(cache, StreamCache):
+        return
+    if kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache: expected True with a cache of fewkeys, which takes every token once, got False (perhaps from "
             "the model's configuration); pass use_cache=True"
+        )
+    begins_again = cache.get_seq_length() > 0 and isinstance(places, Tensor) and not bool(places[..., 0].any())
+    if begins_again and bool(cache.layers[0].calls[0].key_mask().any()):
+        raise ValueError(
+            "position_ids: expected places after those of the tokens in the cache, got the first place again; generate "
+            "passes all tokens again with prompt_lookup_num_tokens or assistant_model: use these with an empty cache"
         )
 
 

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
+from fewkeys.core.gaps import has_interior_padding
 from fewkeys.core.impl import Impl
 from fewkeys.core.weights import Softcap, Softmax
 from fewkeys.guard.fallback import Guard
@@ -117,10 +118,26 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
     A window of the layer's own takes the plan's place.
     """
     if inputs.window is not None:
+        if window_has_gaps(inputs):
+            raise gaps_error(inputs.window)
         plan = Plan(Window(inputs.window))
     if plan is None or isinstance(plan, Plan):
         return _plan_in_terms(inputs, plan or Plan())
     return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+
+
+def window_has_gaps(inputs: AttentionInputs) -> bool:
+    """Whether a layer with a causal window has padding between real keys: its window counts it, that of a plan not."""
+    is_windowed = inputs.window is not None and inputs.is_causal
+    return is_windowed and inputs.key_mask is not None and has_interior_padding(inputs.key_mask)
+
+
+def gaps_error(window: int) -> ValueError:
+    """The error where `window_has_gaps` and only a plan could answer."""
+    return ValueError(
+        "attention_mask: expected padding at the ends of a sequence, got some between its tokens, which this model's "
+        f"window of {window} tokens would count; move the padding to one end"
+    )
 
 
 def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:

@@ -22,7 +22,7 @@ from fewkeys.integrations.capture import capture, weights_of
 from fewkeys.integrations.interface import attach, attention_modules, unwrapped
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.masks import layer_window
-from fewkeys.integrations.terms import attend, plain
+from fewkeys.integrations.terms import attend, plain, window_has_gaps
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.select import Window
@@ -126,6 +126,8 @@ class ByPlan:
                 "every layer"
             )
         guard = self.guards[layer] if self.guards and inputs.window is None else None
+        if plain(inputs) and window_has_gaps(inputs):
+            return None
         if guard is None and plain(inputs):  # `attention` counts calls with a guard; SDPA has no caps, sinks or biases
             fast_plan = plan if inputs.window is None else Plan(Window(inputs.window), exact_if_faster=True)
             rows = (inputs.query, inputs.key, inputs.value)

@@ -97,5 +97,5 @@ def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (..., N, X) as int8, and their scales (..., N, 1)."""
     rows = working(rows)
     scale = rows.abs().amax(-1, keepdim=True).float() / LARGEST
-    number = (rows / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-LARGEST, LARGEST)
+    number = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-LARGEST, LARGEST)
     return number.to(torch.int8), scale

@@ -127,6 +127,11 @@ class Stream:
                 tokens = tokens.select(slice(None), slice(first, None))
             return cast("Tensor", self._extend(query, largest, tokens))
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any token so far is padding."""
+        return any(group.gaps for group in self._groups)
+
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """`append` N tokens and `attend` from N queries (B, Hq, N, D) of theirs: the outputs (B, Hq, N, Dv).
 

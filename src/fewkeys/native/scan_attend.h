@@ -229,7 +229,7 @@ static void store_row(const T *from, int64_t dim, int8_t *to, float *scale) {
   float most = 0;
   for (int64_t d = 0; d < dim; d++) most = std::max(most, std::fabs(to_float(from[d])));
   *scale = most / LARGEST;
-  const float unit = std::max(*scale, std::numeric_limits<float>::min());
+  const float unit = *scale > 0 ? *scale : 1;
   for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)std::clamp(std::rint(to_float(from[d]) / unit), -LARGEST, LARGEST);
 }
 
