@@ -46,10 +46,24 @@ PROMISES = (
         (Law("integrations/test_masks", "flags_do_not_count"),),
     ),
     Breakage(
+        "masks of models: padding alone has no window",
+        "integrations/masks.py",
+        "torch.where(real, mask, -mask)",
+        "mask * real",
+        (Law("integrations/test_windows", "padding_alone"),),
+    ),
+    Breakage(
+        "masks of models: windows take padding away before they count",
+        "integrations/transformers.py",
+        "if plain(inputs) and window_has_gaps(inputs):",
+        "if False:",
+        (Law("integrations/test_windows", "count_padding_between"),),
+    ),
+    Breakage(
         "masks of models: the window is ignored",
         "integrations/masks.py",
-        "window = None if mask.dtype == torch.bool else int(rows.max()) or None",
-        "window = None",
+        "window, real = None if mask.dtype == torch.bool else int(rows.abs().max()), rows > 0",
+        "window, real = None, rows > 0",
         (Law("integrations/test_windows", "exact_plan_is_the_model"),),
     ),
     Breakage(
