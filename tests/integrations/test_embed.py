@@ -17,7 +17,7 @@ import fewkeys as fk
 from encoders import words
 from fewkeys import cli
 from fewkeys.cli import embed, vectors
-from fewkeys.cli.documents import HEAD
+from fewkeys.cli.documents import HEAD, read_documents
 from fewkeys.integrations import embed as late
 from fewkeys.integrations.loading import load_encoder
 from fewkeys.plan import MODEL_FILE
@@ -300,6 +300,16 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(short, tmp_path, c
     )
 
 
+def test_names_that_are_not_utf8_stay_apart(tmp_path):
+    for name in (b"k_\xe8", b"k_\xe9"):
+        (tmp_path / os.fsdecode(name)).write_text(repr(name))
+    documents, _ = read_documents([tmp_path])
+    assert {Path(document.name).name: document.text for document in documents} == {
+        r"k_\xe8": repr(b"k_\xe8"),
+        r"k_\xe9": repr(b"k_\xe9"),
+    }
+
+
 def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     for name, count in (("a", 20), ("b", 300), ("c", 90)):
         (tmp_path / name).write_text(words(count, 1))
@@ -389,6 +399,11 @@ BAD = {
         ["--plan", "nowhere"],
         "sub/marked.txt",
         "--plan: expected a folder with plan.json, got 'nowhere'",
+    ),
+    "no room": (
+        ["--max-tokens", "2", "--longer", "split"],
+        "0.txt",
+        "--max-tokens: expected room .* 2 tokens .* got 2;",
     ),
     "no chunk": (["--chunk", "0"], "0.txt", "expected a whole number from 1"),
 }

@@ -124,7 +124,7 @@ def test_long_texts_are_split_and_never_cut(encoder):
         assert max(counts) - min(counts) <= 1
         assert all(text[start - 1] == " " for start, _ in spans[1:])
     assert split(encoder, TEXT) == [(0, len(TEXT))]
-    with pytest.raises(ValueError, match=r"^prompt: expected room for text beside 66 tokens, got 64"):
+    with pytest.raises(ValueError, match=r"^encoder\.max_seq_length: expected room .* 66 tokens .* got 64; raise it"):
         split(encoder, text, prompt=words(64))
 
 
@@ -147,6 +147,8 @@ def test_parts_begin_with_words_where_there_are_any(text, encoder):
         (TEXT, "ab", {}, r"^chunks: expected a number of tokens, spans .*, got 'ab'$"),
         (TEXT, [(0,)], {}, r"^chunks: expected a number of tokens, spans .*, got \[\(0,\)\]$"),
         (TEXT, [(3, 3)], {}, r"^chunks: expected spans .* got \(3, 3\) without one"),
+        (TEXT, [(-1, 9)], {}, rf"^chunks: expected spans within the {len(TEXT)} characters of the text, got \(-1, 9\)"),
+        (TEXT, [(0, 9), (9, 10**6)], {}, r"^chunks: expected spans within .* got \(9, 1000000\)"),
         (TEXT, 5, {"prompt_name": "other"}, r"^prompt_name: expected one of .*'query'.*, got 'other'"),
         (TEXT, 5, {"prompt_name": "query", "prompt": "a"}, r"^prompt, prompt_name: expected at most one"),
     ],

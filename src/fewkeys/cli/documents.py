@@ -35,7 +35,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
         if not path.exists():
             raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
         for file, reason in _files(path) if path.is_dir() else [(path, "")]:
-            name = os.fsencode(file).decode(errors="replace")
+            name = os.fsencode(file).decode(errors="backslashreplace")
             text, reason = ("", reason) if reason else _text(file)
             if not reason:
                 documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest(), file is path)

@@ -196,7 +196,8 @@ def _passes(
                 tokens = 0
         spans = [(0, len(document.text))] if tokens else []
         if most is not None and tokens > most:
-            spans = embed.split(encoder, document.text, prompt=prompt) if longer == "split" else []
+            with inputs.named_as_options(**{"encoder.max_seq_length": "--max-tokens"}):
+                spans = embed.split(encoder, document.text, prompt=prompt) if longer == "split" else []
         texts[document.key] = Passes(document.text, spans, tokens)
     left_out = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
     too_long = {name: tokens for name, tokens in left_out.items() if tokens}

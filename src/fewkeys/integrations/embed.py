@@ -86,6 +86,8 @@ def late_chunks(
             "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
         )
     spans, ranges = places.chunked(chunks)
+    if outside := [(start, stop) for start, stop in spans if start < 0 or stop > len(text)]:
+        raise ValueError(f"chunks: expected spans within the {len(text)} characters of the text, got {outside[0]}")
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
         embeddings, start = _embedded(encoder, before, text, places, pooling)
@@ -124,7 +126,10 @@ def split(
     around = count - (places.stop - places.start)
     room = limit - around
     if room < 1:
-        raise ValueError(f"prompt: expected room for text beside {around} tokens, got {limit}; shorten the prompt")
+        raise ValueError(
+            f"encoder.max_seq_length: expected room for text beside {around} tokens of prompt and special ones, "
+            f"got {limit}; raise it up to the model's positions, or shorten the prompt"
+        )
     starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]] + [len(text)]
     cuts, first = [0], 0
     while (left := len(starts) - 1 - first) > 0:
