@@ -258,6 +258,20 @@ def test_every_query_of_a_model_gives_the_error_of_compare(name):
     assert actual.of == sum(check.of for check in actual.per_layer) == 3 * 4 * (30 + 40 + 25 + 80)
 
 
+def test_layers_that_share_a_module_count_apart():
+    albert = pytest.importorskip("transformers").AlbertModel
+    from tiny_models import SIZES, tokens
+
+    model = albert(albert.config_class(**SIZES, embedding_size=8, initializer_range=0.3)).eval()
+    plan, inputs = fk.Plan(fk.Window(3)), [tokens(2, 40), tokens(1, 30)]
+    capture = fk.capture(model, inputs)
+    (row,) = fk.compare(capture, [plan]).rows
+    checks = spot_check(model, inputs, plan, queries=40).per_layer
+    assert [check.error for check in checks] == pytest.approx(row.per_layer["error"], rel=1e-4)
+    with pytest.raises(ValueError, match=r"^capture: expected .* got 3 layers that share 1, .* use fewkeys\.budget"):
+        fk.tune(capture, 8)
+
+
 def test_every_layer_is_given_what_it_gets_in_the_exact_model():
     """The second layer's input is the first one's exact output, not the plan's."""
     pytest.importorskip("transformers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -93,20 +94,26 @@ def _check_model(
     model = unwrapped(model)
     check_readable(model)
     plans = plans_per_layer(plan, attention_modules(model))
-    checks: list[list[Estimates]] = [[] for _ in plans]
+    checks: dict[tuple[int, int], list[Estimates]] = {}
+    calls = Counter[int]()
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
     def on_attention(layer: int, call: AttentionInputs, output: Tensor) -> Tensor:
-        plan = plans[layer]
+        plan, place = plans[layer], (layer, calls[layer])  # layers may share a module (ALBERT)
+        calls[layer] += 1
         if plan is not None and call.window is None:
-            checks[layer] += check_call(call.checked(generator), plan, queries, source)
+            checks.setdefault(place, []).extend(check_call(call.checked(generator), plan, queries, source))
         return output
 
     passes = exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention)
-    if sum(1 for _ in passes) == 0:
+    has_run = False
+    for _ in passes:
+        has_run = True
+        calls.clear()
+    if not has_run:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
-    checked = [layer for layer in checks if layer]
+    checked = [checks[place] for place in sorted(checks) if checks[place]]
     if not checked:
         raise ValueError("model: expected layers that see every key, got only sliding windows, which every plan keeps")
     return overall(checked, confidence)

@@ -85,6 +85,11 @@ def tune(
         raise ValueError("slots, max_error: expected one of them, got both; drop one")
     if not isinstance(capture, Capture):
         raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if 0 < len(capture.weights) < capture.layers:
+        raise ValueError(
+            f"capture: expected a model whose layers have an attention module each, got {capture.layers} layers that "
+            f"share {len(capture.weights)}, which takes one plan for all; use fewkeys.budget(slots)"
+        )
     if max_error is not None:
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
