@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from torch.nn import functional as F
-from transformers import Gemma2Config, Gemma2Model, T5Config, T5Model
+from transformers import DetrConfig, DetrModel, Gemma2Config, Gemma2Model, ResNetConfig, T5Config, T5Model
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs, Capture
@@ -312,6 +312,19 @@ def test_models_that_cannot_be_captured():
     both = T5Model(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)).eval()
     with pytest.raises(ValueError, match="encoder-decoder"):
         capture(both, [tokens()])
+
+
+def test_decoders_that_are_not_causal():
+    """The layers of DETR's decoder cannot be told apart, and its encoder does not read images."""
+    stages = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4, "out_features": ["stage4"]}
+    sizes = {
+        f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    more = {"use_timm_backbone": False, "backbone_config": ResNetConfig(**stages), "d_model": 16, "num_queries": 9}
+    model = DetrModel(DetrConfig(**sizes, **more)).eval()
+    for part, said in {"decoder": "causal self-attention", "cross": "causal", "encoder": "reads pixel_values"}.items():
+        with pytest.raises(ValueError, match=rf"^part: expected .* {said}.* got '{part}' for a DetrModel"):
+            capture(model, [torch.randn(1, 3, 64, 64)], part=part)
 
 
 def test_layers_must_agree(tmp_path):

@@ -74,11 +74,12 @@ def capture(
     sensitivity = Sensitivity(seed) if gradients else None
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
-    modules, captured = attention_modules(model), list[int]()
+    modules, captured, parts = attention_modules(model), list[int](), set[str]()
     encoder = set() if part is None else set(model.get_encoder().modules())
 
     def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
         part_of_layer = "encoder" if modules[layer] in encoder else "decoder" if inputs.is_causal else "cross"
+        parts.add(part_of_layer)
         if inputs.window is not None or part not in (None, part_of_layer):
             return output
         if layer not in captured:
@@ -92,6 +93,11 @@ def capture(
     try:
         with closing(projections):
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
+                if part in ("decoder", "cross") and "decoder" not in parts:
+                    raise ValueError(
+                        "part: expected a decoder with causal self-attention, which tells it from cross-attention, "
+                        f"got {part!r} for a {type(model).__name__} without; compare its outputs under fewkeys.apply"
+                    )
                 if not captured:
                     raise ValueError(
                         f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps; "
@@ -115,6 +121,12 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
         raise ValueError(
             "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
             f"{part!r} for a {type(model).__name__}; or pass its encoder"
+        )
+    name = model.main_input_name
+    if part == "encoder" and name not in inspect.signature(model.get_encoder().forward).parameters:
+        raise ValueError(
+            f"part: expected an encoder that reads {name}, got 'encoder' for a {type(model).__name__}, whose encoder "
+            "does not run alone; compare its outputs under fewkeys.apply"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
