@@ -12,7 +12,7 @@ from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned
 from fewkeys.core.records import build
-from fewkeys.core.validation import check_cohorts, check_count
+from fewkeys.core.validation import check_cohorts, check_count, check_flag
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.select import KeyScan, Outliers, RecentBlocks, Selector, Window, united
@@ -58,6 +58,8 @@ class Plan:
                 raise TypeError(f"{name}: expected a fewkeys {kind.__name__}, got {type(value).__name__}")
         if self.keep is not None and not isinstance(self.keep, Selector):
             raise TypeError(f"keep: expected a selector or None, got {type(self.keep).__name__}")
+        for name in ("exact_if_faster", "is_causal"):
+            check_flag(name, getattr(self, name))
         self.rest.check(self.weights)
         if self.keep is not None:
             self.rest.check_beside(self.keep)
@@ -211,6 +213,7 @@ def budget(
     `is_causal`: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
+    check_flag("is_causal", is_causal)
     if memory not in ("all", "constant"):
         raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
     if memory == "constant" and not is_causal:

@@ -41,6 +41,13 @@ CALLS = {
     "lengths, key_mask: expected at most one": lambda: fk.attention(
         Q, K, V, lengths=torch.tensor([3, 3]), key_mask=torch.ones(2, 70, dtype=torch.bool)
     ),
+    "lengths: expected 2 integers, one per sequence, got str": lambda: fk.attention(Q, K, V, lengths="a"),
+    "query: expected a tensor .*, got one of layout torch.sparse_coo": lambda: fk.attention(Q.to_sparse(), K, V),
+    "is_causal: expected True or False, got str 'False'": lambda: fk.attention(Q, K, V, is_causal="False"),
+    "is_causal: expected True or False, got str 'no'": lambda: fk.budget(64, is_causal="no"),
+    "is_causal: expected True or False, got int 3": lambda: fk.Plan(fk.Window(3), is_causal=3),
+    "exact_if_faster: expected True or False, got str": lambda: fk.Plan(fk.Window(3), exact_if_faster="no"),
+    "generator: expected a torch.Generator or None, got int": lambda: fk.attention(Q, K, V, generator=3),
     "query_offset: expected at least 0, got -1": lambda: fk.attention(Q, K, V, query_offset=-1),
     "impl: expected one of auto, reference, torch, native, got 'cuda'": lambda: fk.attention(Q, K, V, impl="cuda"),
     "plan: expected a fewkeys.Plan, got int": lambda: fk.attention(Q, K, V, plan=64),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypedDict
 
 import torch
@@ -24,6 +25,22 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
     return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """`value` as a bool; a text such as "False" would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__} {value!r}")
+    return value
+
+
+def check_generator(generator: object) -> None:
+    """Raise `TypeError` for what is neither a generator nor None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator: expected a torch.Generator or None, got {type(generator).__name__}; for a fixed seed use "
+            "torch.Generator().manual_seed(seed)"
+        )
 
 
 def check_cohorts(name: str, count: int) -> int:
@@ -75,6 +92,8 @@ def _untouchable(tensor: Tensor) -> str | None:
     """Why the numbers of a tensor cannot be read; None if they can."""
     if tensor.is_meta:
         return "one without numbers (meta); which keys are kept depends on them"
+    if tensor.layout != torch.strided:
+        return f"one of layout {tensor.layout}; give a dense one"
     inner = tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(inner):
         if torch._C._functorch.is_batchedtensor(inner):
@@ -175,7 +194,9 @@ def check_inputs(
         raise ValueError(
             f"query: expected a number of heads that is a multiple of key's {k.shape[1]}, got {q.shape[1]}"
         )
+    check_flag("is_causal", is_causal)
     check_count("query_offset", query_offset, least=0)
+    check_generator(generator)
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = check_valid(lengths, key_mask, k)
@@ -189,7 +210,7 @@ def check_inputs(
         is_large, cleared = needs_rescaling(sizes, *shape), True
     if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
-    bias, at = _check_bias(distance_bias, q), (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+    bias, at = _check_bias(distance_bias, q), (q, k, v, factor, is_causal, query_offset, valid, generator)
     inputs = Inputs(*at, impl=impl, needs_rescaling=is_large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs
 
@@ -222,9 +243,10 @@ def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths, device="cpu")
-    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+    with suppress(TypeError, ValueError, RuntimeError):
+        lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
+    is_whole = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if not isinstance(lengths, Tensor) or not is_whole or lengths.shape != (batch,):
         raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
     if int(lengths.min()) < 0 or int(lengths.max()) > keys:
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.impl import Impl, check_impl
+from fewkeys.core.validation import check_generator
 from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.capture import capture, weights_of
@@ -87,8 +88,7 @@ def apply(
     limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
     guards = () if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
+    check_generator(generator)
     return Applied(model, ByPlan(plans, impl, generator, guards))
 
 
