@@ -42,6 +42,15 @@ def test_attention_weights_are_refused(name, how):
     run(model, input_ids=tokens(), **asked)
 
 
+def test_the_fix_that_the_refusal_names_works_at_once():
+    model = bert()
+    with apply(model, EXACT):
+        with pytest.raises(ValueError, match="set its attention implementation to 'eager'"):
+            run(model, input_ids=tokens(), output_attentions=True)
+        model.set_attn_implementation("eager")
+        assert len(model(tokens(), output_attentions=True).attentions) == 3
+
+
 def test_a_model_from_a_copied_configuration_is_told_how_to_give_weights():
     """The copy names our attention for good; the error names the way back."""
     with apply(llama(), EXACT) as applied:

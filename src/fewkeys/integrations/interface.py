@@ -191,8 +191,11 @@ def _sdpa() -> Callable[..., tuple[Tensor, None]]:
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
+    config: Any = module.config
     wanted = kwargs.get("output_attentions")
-    if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
+    if config._attn_implementation != NAME:  # a user has set another one since
+        return
+    if wanted if wanted is not None else getattr(config, "output_attentions", False):
         raise ValueError(
             "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
             "attention implementation to 'eager', to read weights"
