@@ -288,6 +288,8 @@ def test_the_headline_at_one_length():
     )
     fast = report([row(budget=None, ms=0.5)])
     assert headline(fast) == "At 64 tokens, window is 2.0 times as fast as exact attention, with an error of 50 %."
+    control = report([row(), row("random keys", slots=16.0, error=0.0)])
+    assert "At 64 tokens use exact attention: window" in headline(control)
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
     slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
     assert "takes inf times" in headline(slow)

@@ -6,6 +6,8 @@ from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, To
 
 OURS = "fewkeys budget"
 """The row of the recommended plan."""
+CONTROLS = ("random keys", "key norm")
+"""The rows that show what a method must beat."""
 SINKS = 4
 """First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
 

@@ -3,10 +3,11 @@
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from fewkeys.judge.result import Report, Row
-from fewkeys.judge.standard import OURS
+from fewkeys.judge.standard import CONTROLS, OURS
 
 SMALL_ERROR = 0.1
 """The recommended plan has the fewest slots among those with an error of at most this."""
@@ -22,12 +23,13 @@ def headline(report: Report) -> str:
 
 def recommended(report: Report) -> Row | None:
     """The row with the fewest slots and an error of at most `SMALL_ERROR`, or else with the least error, among those
-    timed at several lengths, or else the best of each budget.
+    timed at several lengths, or else the best of each budget. Controls are not recommended.
     """
     timed = {(item.name, item.budget) for item in report.whole_times}
     rows = [row for row in report.rows if row.kind == "method" and (row.name, row.budget) in timed]
     if not timed:
-        rows = [row for budget in report.settings["budgets"] or [None] if (row := report.best(budget)) is not None]
+        methods = replace(report, rows=[row for row in report.rows if row.name not in CONTROLS])
+        rows = [row for budget in report.settings["budgets"] or [None] if (row := methods.best(budget)) is not None]
     small = [row for row in rows if row.error <= SMALL_ERROR]
     return min(small, key=lambda row: row.slots) if small else min(rows, key=lambda row: row.error, default=None)
 
