@@ -444,8 +444,10 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         other = fk.cache(model, plan)
         logits(model, ids[[1, 0], : step - gone], [step - gone], other)
         close(logits(model, ids[:, :9], [9], one), logits(model, ids[:, :9], [9], other))
-    with pytest.raises(ValueError, match="summarised"):
+    with pytest.raises(ValueError, match=r"^tokens_to_remove: .* summarised"):
         one.crop(-90)
+    with pytest.raises(ValueError, match=rf"^tokens_to_remove: expected -{one.get_seq_length()} .* to 0, got -1000"):
+        one.crop(-1000)
 
 
 @pytest.mark.parametrize("plan", [[SMALL_SCAN, FEW, SMALL_SCAN], [(SMALL_SCAN, FEW)] * 3], ids=["layers", "heads"])
@@ -494,6 +496,9 @@ def test_sequences_are_repeated_and_selected():
     model, ids = llama(), tokens(2, 30)
     one, other = fk.cache(model, FEW), fk.cache(model, FEW)
     logits(model, ids, [30], one)
+    fix = r"^key: expected batch 2, 2 key heads, .* got batch 4, .* or batch_repeat_interleave\(n\) of a cache$"
+    with pytest.raises(ValueError, match=fix):
+        logits(model, ids.repeat(2, 1), [30], copy.deepcopy(one))
     one.batch_repeat_interleave(2)
     one.batch_select_indices(torch.tensor([3, 0]))
     logits(model, ids[[1, 0]], [30], other)

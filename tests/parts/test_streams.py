@@ -378,6 +378,7 @@ REFUSED = {
     "sequences in a table": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([[0]]))),
     "half a sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0.5]))),
     "another plan": lambda s, q, k, v: (s.append(k, v), s.merge(fk.stream(fk.Plan(fk.Sinks(1) | fk.Window(4))))),
+    "no stream": lambda s, q, k, v: s.merge("x"),
     "memory that cannot be joined": lambda s, q, k, v: (
         s.append(k, v),
         (other := fk.stream(FULL)).append(k, v),

@@ -122,4 +122,9 @@ def pipeline(
             f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
             "AutoModelForCausalLM, or embed with an encoder by fewkeys.apply"
         )
+    if not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it by "
+            "AutoTokenizer.from_pretrained"
+        )
     return Pipeline(model, tokenizer, plan, leaves)

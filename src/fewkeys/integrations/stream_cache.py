@@ -201,11 +201,15 @@ class StreamCache(Cache):
 
         `ValueError` if any stream cannot, and none does.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        length = min(stream.length for stream in self._streams) + tokens_to_remove
-        for stream in self._streams:
-            stream.check_crop(length)
+        seen = min(stream.length for stream in self._streams)
+        if not isinstance(tokens_to_remove, int) or not -seen <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove: expected -{seen} (all tokens so far) to 0, got {tokens_to_remove}")
+        length = seen + tokens_to_remove
+        try:
+            for stream in self._streams:
+                stream.check_crop(length)
+        except ValueError as error:
+            raise ValueError(str(error).replace("length", "tokens_to_remove", 1)) from None
         for layer in self.layers:
             layer.is_waiting = False
             for stream in layer.calls:

@@ -22,6 +22,10 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def __str__(self) -> str:
+        sizes = f"batch {self.batch}, {self.heads} key heads, dimensions {self.dim} (key) and {self.value_dim} (value)"
+        return f"{sizes} in {self.dtype} on {self.device}"
+
     @staticmethod
     def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
         """The kind of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
@@ -66,7 +70,9 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
     tokens = NewTokens(k, v, real, largest_entries(k, v))
     if before is not None and tokens.kind != before:
         name = "value" if tokens.kind._replace(value_dim=before.value_dim) == before else "key"
-        raise ValueError(f"{name}: expected {before} like the tokens before, got {tokens.kind}")
+        fix = "; for more sequences use select(index) of a stream, or batch_repeat_interleave(n) of a cache"
+        more = fix if tokens.kind.batch != before.batch else ""
+        raise ValueError(f"{name}: expected {before} like the tokens before, got {tokens.kind}{more}")
     if not all(map(math.isfinite, tokens.largest)):
         check_finite(key=k, value=v)
     return tokens

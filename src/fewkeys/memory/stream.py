@@ -203,6 +203,8 @@ class Stream:
         """Append the tokens of `other`, a stream of the same plan. It has answered their queries without the tokens of
         this stream. Raises `ValueError` for memory of a fixed size, another plan or other shapes.
         """
+        if not isinstance(other, Stream):
+            raise TypeError(f"other: expected a Stream of the same plan, got {type(other).__name__}")
         self._flush_pending()
         other._flush_pending()
         if self.plan != other.plan:
