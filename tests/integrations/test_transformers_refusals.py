@@ -76,6 +76,9 @@ def test_calls_that_are_refused():
     for said, more in cases.items():
         with apply(model, EXACT), pytest.raises(ValueError, match=said):
             run(model, input_ids=ids, **more)
+    added = torch.zeros(2, 1, 5, 5).masked_fill(~square, torch.finfo(torch.float32).min)
+    with apply(model, EXACT), pytest.raises(ValueError, match="not one prepared for each query"):
+        run(model, input_ids=ids, attention_mask=added)
     cache = StaticCache(config=model.config, max_cache_len=9)
     run(model, input_ids=ids, past_key_values=cache)
     with apply(model, EXACT), pytest.raises(ValueError, match="static or preallocated cache"):

@@ -223,7 +223,7 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     mask = mask.as_subclass(Tensor)
     by_key = mask.shape in ((shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1]))
-    if by_key and mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
+    if mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
         mask = mask == 0
     if mask.is_floating_point():
         raise ValueError(
