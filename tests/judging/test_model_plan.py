@@ -78,8 +78,9 @@ def test_a_comparison_judges_every_head_by_its_own_plan():
     capture = captured(layers=2, heads=4, kv_heads=2)
     # Plans that keep equally many keys in every head, so that the slots of a layer are the mean of its heads'.
     one, two = fk.Plan(fk.Window(5), fk.ClusterMeans(3)), fk.Plan(fk.Sinks(3) | fk.Window(5))
-    mixed = ModelPlan(((one, two), (two, fk.Plan())))
-    actual = compare(capture, {"one": one, "two": two, "mixed": mixed, "exact": fk.Plan()})
+    mixed, shared = ModelPlan(((one, two), (two, fk.Plan()))), ModelPlan.of({0: one, 1: [one, one]})
+    actual = compare(capture, {"one": one, "two": two, "mixed": mixed, "shared": shared, "exact": fk.Plan()})
+    assert actual.row("shared").per_head == actual.row("one").per_head
     single = {name: actual.row(name).per_head for name in ("one", "two", "exact")}
     rows = (("one", "two"), ("two", "exact"))
     for kind in ("error", "mass", "recall"):
@@ -141,5 +142,5 @@ def test_refusals(tmp_path):
         ModelPlan((FOUR, (3,)))
     with pytest.raises(ValueError, match="expected one plan for each of 3 attention layers, got 1"):
         fk.apply(MODELS["bert"](), ModelPlan((FOUR,)))
-    with pytest.raises(ValueError, match="plans: expected 2 layers of 2 plans under 'mine', got"):
+    with pytest.raises(ValueError, match="plans: expected 2 layers of 2 plans, or one for all, under 'mine', got"):
         compare(captured(), {"mine": ModelPlan((FOUR,))})

@@ -122,10 +122,10 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
                     f"plans: expected a Plan under {name!r}, got {type(plan).__name__}; make one with Plan()"
                 )
             heads = [len(layer) for layer in plan] if isinstance(plan, ModelPlan) else []
-            if heads and heads != [capture.kv_heads] * capture.layers:
+            if heads and (len(heads) != capture.layers or not {1, capture.kv_heads}.issuperset(heads)):
                 raise ValueError(
-                    f"plans: expected {capture.layers} layers of {capture.kv_heads} plans under {name!r}, got {heads}; "
-                    "tune on this model"
+                    f"plans: expected {capture.layers} layers of {capture.kv_heads} plans, or one for all, under "
+                    f"{name!r}, got {heads}; tune on this model"
                 )
             entry_budget = None if isinstance(plan, Plan) and plan.keep is None else budget
             if all((name, entry_budget) != (other.name, other.budget) for other in entries):

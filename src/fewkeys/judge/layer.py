@@ -84,11 +84,12 @@ class Entry:
         return "exact" if self.plan.keep is None else "oracle" if self.plan.keep.is_oracle else "method"
 
     def plans(self, layer: int, block: Block) -> Sequence[Plan]:
-        """The plan of each key head of a block, without the way out to exact attention."""
+        """The plan of each key head of a block, or one for all, without the way out to exact attention."""
         if isinstance(self.plan, Plan):
             return [self.plan.never_exact()] * block.key.shape[1]
         first = block.heads.start * block.key.shape[1] // block.query.shape[1]
-        return [plan.never_exact() for plan in self.plan[layer][first : first + block.key.shape[1]]]
+        plans = self.plan[layer] if len(self.plan[layer]) == 1 else self.plan[layer][first : first + block.key.shape[1]]
+        return [plan.never_exact() for plan in plans]
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """A generator seeded by `where` (which begins with the seed) and this row."""
