@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,14 +12,24 @@ import torch
 pytest.importorskip("transformers")
 
 from torch.nn import functional as F
-from transformers import DetrConfig, DetrModel, Gemma2Config, Gemma2Model, ResNetConfig, T5Config, T5Model
+from transformers import (
+    DetrConfig,
+    DetrModel,
+    Gemma2Config,
+    Gemma2Model,
+    ResNetConfig,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5Model,
+)
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.records import seal
 from fewkeys.integrations.transformers import apply, capture
-from tiny_models import AFTER_ATTENTION, GROUPED, MODELS, after_attention, bert, gpt2, llama, padded, tokens
+from tiny_models import AFTER_ATTENTION, GROUPED, MODELS, SIZES, after_attention, bert, gpt2, llama, padded, tokens
 
 
 def spied(model, **inputs):
@@ -303,6 +314,14 @@ def test_bad_batches(tmp_path):
         capture(llama().train(), [tokens()])
     with pytest.raises(TypeError, match="got Linear with 0 inside"):
         capture(torch.nn.Linear(2, 2), [tokens()])
+
+
+def test_positions_kept_for_padding_are_not_for_tokens():
+    model = RobertaModel(RobertaConfig(**SIZES, max_position_embeddings=42, pad_token_id=1)).eval()
+    assert capture(model, [tokens(1, 40)]).tokens == 40
+    for call in (capture, partial(fk.spot_check, plan=fk.Plan())):
+        with pytest.raises(ValueError, match=r"^batches: expected at most 40 tokens .* got 41"):
+            call(model, batches=[tokens(1, 41)])
 
 
 def test_models_that_cannot_be_captured():

@@ -19,6 +19,7 @@ from fewkeys.core.validation import describe
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
 from fewkeys.integrations.sensitivity import Sensitivity, counted
+from fewkeys.integrations.text import positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -221,8 +222,8 @@ def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
             f"batches: expected input_ids from 0 to {config.vocab_size - 1} in batch {index}, got {least} to "
             f"{largest}; use the tokenizer of this model"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and ids.shape[1] > longest > 0:
+    longest = positions(model)
+    if longest is not None and ids.shape[1] > longest:
         raise ValueError(
             f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
             f"{ids.shape[1]}; use shorter sequences"

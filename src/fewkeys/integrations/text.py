@@ -42,7 +42,7 @@ def batches(
 
 def positions(model: Any) -> int | None:
     """The longest sequence that `model` takes, None if unknown. Positions for padding (RoBERTa) do not count."""
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None
     for name, module in model.named_modules():
