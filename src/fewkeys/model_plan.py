@@ -34,15 +34,20 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, Sequence):
+            raise TypeError(
+                f"layers: expected a tuple with the plans of each layer, got {type(self.layers).__name__}; "
+                "ModelPlan.of({0: plan, 1: plan}) makes one, and fewkeys.apply takes one Plan for all layers"
+            )
         if not self.layers or not all(self.layers):
             raise ValueError(
                 "layers: expected at least one layer with at least one plan each, got none; give every head a plan"
             )
         for layer, plans in enumerate(self.layers):
-            if isinstance(plans, Plan):
+            if not isinstance(plans, Sequence):
                 raise TypeError(
-                    f"layers: expected a tuple of plans in layer {layer}, one for each key head or one for all, got a "
-                    "Plan; write (plan,)"
+                    f"layers: expected a tuple of plans in layer {layer}, one for each key head or one for all, got "
+                    f"{type(plans).__name__}; write (plan,)"
                 )
             for plan in plans:
                 if not isinstance(plan, Plan):
@@ -51,10 +56,12 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     @classmethod
     def of(cls, plans: Mapping[int, Plan | Sequence[Plan]]) -> ModelPlan:
         """The plans of a dictionary by layer, 0 .. L - 1: one for the layer, or one for each key head."""
+        if not isinstance(plans, Mapping):
+            raise TypeError(f"plans: expected a dictionary by layer, got {type(plans).__name__}; write {{0: plan}}")
         if set(plans) != set(range(len(plans))):
-            raise ValueError(f"plans: expected every layer from 0 on, got {sorted(plans)}; name those in between")
+            raise ValueError(f"plans: expected every layer from 0 on, got {[*plans]}; name those in between")
         by_layer = (plans[layer] for layer in range(len(plans)))
-        return cls(tuple((item,) if isinstance(item, Plan) else tuple(item) for item in by_layer))
+        return cls(tuple(tuple(item) if isinstance(item, Sequence) else (item,) for item in by_layer))
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -115,5 +115,19 @@ def test_a_rule_of_ones_own_can_be_tried():
 
 
 def test_plans_of_layers_without_their_heads_are_refused_with_the_fix():
-    with pytest.raises(TypeError, match=r"^layers: expected a tuple of plans in layer 0, .* write \(plan,\)$"):
-        fk.ModelPlan((fk.budget(8), fk.budget(8)))
+    plan = fk.budget(8)
+    for make, said in (
+        (lambda: fk.ModelPlan((plan, plan)), r"layers: expected a tuple of plans in layer 0, .* write \(plan,\)$"),
+        (lambda: fk.ModelPlan(plan), r"layers: .*, got Plan; ModelPlan\.of\({0: plan, 1: plan}\) makes one"),
+        (lambda: fk.ModelPlan.of(plan), r"plans: expected a dictionary by layer, got Plan; write {0: plan}$"),
+        (lambda: fk.ModelPlan.of([plan, plan]), r"plans: expected a dictionary by layer, got list; write {0: plan}$"),
+        (lambda: fk.ModelPlan.of({0: 8}), "layers: expected a Plan in layer 0, got int"),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}"):
+            make()
+
+
+def test_what_is_no_path_is_named():
+    for reader in (fk.Plan, fk.ModelPlan):
+        with pytest.raises(TypeError, match=r"^directory: expected the path of a folder, got int"):
+            reader.from_pretrained(3)

@@ -36,7 +36,9 @@ def spare_folder() -> Path:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """The folder that a path names, or the folder of the file that it names."""
+    """The folder that a path names, or the folder of the file that it names. `TypeError` for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"directory: expected the path of a folder, got {type(path).__name__}; pass a str or a Path")
     return Path(path).parent if Path(path).is_file() else Path(path)
 
 
