@@ -313,11 +313,13 @@ def test_progress_rises_to_its_total(capture):
         ({"impl": "fast"}, ValueError, "impl: expected one of auto"),
         ({"model": object()}, ValueError, "both or neither"),
         ({"batches": []}, ValueError, "both or neither"),
+        ({"capture": torch.nn.Linear(2, 2)}, TypeError, "^capture: .*, got Linear; make one with fewkeys.capture"),
+        ({"capture": captured(lengths=[0, 0, 0])}, ValueError, "^capture: expected at least one real token"),
     ],
 )
 def test_bad_arguments_are_refused(capture, arguments, error, match):
     with pytest.raises(error, match=match):
-        compare(capture, **{"plans": {"a": fk.Plan()}, **arguments})
+        compare(**{"capture": capture, "plans": {"a": fk.Plan()}, **arguments})
 
 
 def test_when_every_plan_refuses_that_is_an_error():

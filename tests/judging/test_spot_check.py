@@ -357,6 +357,7 @@ def test_bad_input_with_a_model_is_named():
         "queries: expected at least 2": lambda: spot_check(model, tokens(), WINDOW, queries=0),
         "model: expected a model in eval mode": lambda: spot_check(bert().train(), tokens(), WINDOW),
         "model: expected a transformers PreTrainedModel": lambda: spot_check(torch.nn.Linear(1, 1), tokens(), WINDOW),
+        "model: .* got str": lambda: spot_check("bert", tokens(), WINDOW),
     }.items():
         with pytest.raises((ValueError, TypeError), match=f"^{message}"):
             call()

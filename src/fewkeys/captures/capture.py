@@ -227,3 +227,11 @@ def what_is_in(folder: Path) -> str:
     if any(folder.iterdir()):
         return f"{folder} holds other files; name another folder"
     return f"{folder} is empty; make the capture first"
+
+
+def check_capture(capture: object) -> None:
+    """Raise unless it is a capture with a token that is not padding."""
+    if not isinstance(capture, Capture):
+        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if capture.tokens == 0:
+        raise ValueError("capture: expected at least one real token, got only padding; capture a text with tokens")

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fewkeys.bench.machine import machine, versions
-from fewkeys.captures.capture import Capture
+from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.integrations.capture import Batch
 from fewkeys.integrations.effect import judge_model
@@ -67,6 +67,7 @@ def compare(
     if (model is None) != (batches is None):
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
     check_impl(impl)
+    check_capture(capture)
     entries, budgets = _entries(plans, capture)
     passes = capture.layers + (0 if model is None else 1)
     count = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)

@@ -76,7 +76,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
 
     Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
     """
-    if (args and isinstance(args[0], nn.Module)) or "model" in options:
+    if (args and isinstance(args[0], nn.Module | str)) or "model" in options:
         return _check_model(*args, **options)
     return check_tensors(*args, **options)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.captures.capture import Capture
+from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core import tensor_files
 from fewkeys.core.precision import full_precision, plain_defaults
 from fewkeys.core.tensor_files import Form
@@ -83,8 +83,7 @@ def tune(
     """
     if slots is not None and max_error is not None:
         raise ValueError("slots, max_error: expected one of them, got both; drop one")
-    if not isinstance(capture, Capture):
-        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    check_capture(capture)
     if 0 < len(capture.weights) < capture.layers:
         raise ValueError(
             f"capture: expected a model whose layers have an attention module each, got {capture.layers} layers that "
