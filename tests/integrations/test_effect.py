@@ -8,21 +8,19 @@ import fewkeys as fk
 from fewkeys.integrations.compare import compare
 from fewkeys.integrations.transformers import apply, capture
 
+WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SPEECH = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+SPEECH |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
+
 
 @pytest.fixture(scope="module", params=["encoder", "decoder"])
 def model(request):
     torch.manual_seed(0)
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 50,
-        "initializer_range": 0.5,
-    }
+    small = WIDTHS | {"vocab_size": 50, "initializer_range": 0.5}
     if request.param == "encoder":
-        config = transformers.BertConfig(**small, intermediate_size=32, max_position_embeddings=32)
+        config = transformers.BertConfig(**small, max_position_embeddings=32)
         return transformers.BertModel(config, add_pooling_layer=False).eval()
-    config = transformers.LlamaConfig(**small, intermediate_size=32, num_key_value_heads=1)
+    config = transformers.LlamaConfig(**small, num_key_value_heads=1)
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -70,3 +68,72 @@ def test_the_effect_of_random_plans_depends_on_the_seed_alone(model, batches):
     assert first == again
     if not captured.is_causal:  # causal choices among fewer than 64 keys leave nothing to chance
         assert first != other
+
+
+def test_a_plan_that_is_in_force_changes_nothing(model, batches):
+    captured, plans = capture(model, batches), {"exact": fk.Plan(), "window": fk.Plan(fk.Window(3))}
+    alone = compare(captured, plans, model=model, batches=batches)
+    with apply(model, fk.Plan(fk.Window(1))):
+        inside = compare(captured, plans, model=model, batches=batches)
+    assert [row.cosine for row in inside.rows] == [row.cosine for row in alone.rows]
+
+
+def test_a_model_that_drops_out_is_refused_before_any_work(model, batches):
+    captured, seen = capture(model, batches), []
+    try:
+        with pytest.raises(ValueError, match=r"^model: .* in training mode; call model\.eval\(\)$"):
+            compare(captured, fk.Plan(), model=model.train(), batches=batches, progress=lambda *step: seen.append(step))
+    finally:
+        model.eval()
+    assert not seen
+
+
+def test_padding_prepared_for_the_keys_is_that_of_two_axes():
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**WIDTHS, vocab_size=50, initializer_range=0.5)).eval()
+    ids, mask = torch.randint(1, 50, (2, 24)), torch.ones(2, 24, dtype=torch.long)
+    mask[1, 15:] = 0
+    cosines = []
+    for form in (
+        mask,
+        mask[:, None, None].bool(),
+        torch.zeros(2, 1, 1, 24).masked_fill(mask[:, None, None] == 0, -1e9),
+    ):
+        batches = [{"input_ids": ids, "attention_mask": form}]
+        row = compare(capture(model, batches), fk.Plan(fk.Window(3)), model=model, batches=batches).rows[0]
+        cosines.append((row.cosine, row.token_cosine))
+    assert cosines == [pytest.approx(cosines[0], abs=1e-6)] * 3
+
+
+def speech(**more):
+    torch.manual_seed(0)
+    config = transformers.Wav2Vec2Config(**WIDTHS, **SPEECH, vocab_size=20, initializer_range=0.3, **more)
+    return transformers.Wav2Vec2ForCTC(config).eval()
+
+
+def test_padding_that_counts_samples_is_that_of_the_frames():
+    """The shorter sound alone has the same states: the mean is over its own frames."""
+    model, plan = speech(), fk.Plan(fk.Window(3))
+    sounds, mask = torch.randn(2, 600, generator=torch.Generator().manual_seed(0)), torch.ones(2, 600).long()
+    mask[1, 310:] = 0
+    together = [{"input_values": sounds * mask, "attention_mask": mask}]
+    alone = [{"input_values": sounds[:1]}, {"input_values": sounds[1:, :310]}]
+    one, other = (compare(capture(model, b), plan, model=model, batches=b).rows[0] for b in (together, alone))
+    # The convolution of positions sees the padding.
+    assert one.cosine == pytest.approx(other.cosine, abs=1e-3)
+    assert one.token_cosine == pytest.approx(other.token_cosine, abs=1e-3)
+
+
+def test_states_that_cannot_be_compared_are_refused():
+    mask = torch.ones(2, 600).long()
+    mask[1, 310:] = 0
+    adapted = speech(add_adapter=True, output_hidden_size=16, num_adapter_layers=1)
+    sounds = [{"input_values": torch.randn(2, 600), "attention_mask": mask}]
+    vectors = transformers.DPRQuestionEncoder(transformers.DPRConfig(**WIDTHS, vocab_size=50)).eval()
+    ids = [torch.randint(1, 50, (2, 24))]
+    for model, batches, said in (
+        (adapted, sounds, r"^batches: expected padding of the \d+ states .*; pass sequences of one length"),
+        (vectors, ids, r"^model: expected one that returns last_hidden_state \(B, N, H\), got .* DPRQuestionEncoder; "),
+    ):
+        with pytest.raises(ValueError, match=said):
+            compare(capture(model, batches), fk.Plan(), model=model, batches=batches)

@@ -17,6 +17,8 @@ from transformers import (
     AttentionInterface,
     DeiTConfig,
     DeiTForImageClassification,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -231,6 +233,16 @@ def test_captured_images_can_be_compared():
     report = fk.compare(fk.capture(model, [batch]), plans, model=model, batches=[batch])
     assert report.row("all").error < 1e-5 < report.row("few").error
     assert report.row("all").cosine > 0.9999 > report.row("few").cosine
+
+
+def test_a_model_whose_base_model_takes_states_runs_whole():
+    """That of DINOv3 is the stack of layers alone."""
+    torch.manual_seed(0)
+    config = {name: SIZES[name] for name in SIZES if name not in {"num_labels", "hidden_dropout_prob"}}
+    model, pixels = DINOv3ViTModel(DINOv3ViTConfig(**config)).eval(), images()
+    report = fk.compare(fk.capture(model, [pixels]), [fk.Plan(), PLANS[0]], model=model, batches=[pixels])
+    assert [row.cosine > 0.99999 for row in report.rows] == [True, False]
+    assert fk.spot_check(model, [pixels], PLANS[0], queries=30).error == pytest.approx(report.rows[1].error, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,11 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
             f"part: expected an encoder that reads {name}, got 'encoder' for a {type(model).__name__}, whose encoder "
             "does not run alone; compare its outputs under fewkeys.apply"
         )
+    check_eval(model)
+
+
+def check_eval(model: nn.Module) -> None:
+    """Raise for a model in training mode, whose dropout draws anew in each call."""
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
 
@@ -146,7 +151,7 @@ def exact_passes(
     `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
     on with. The other arguments are those of `capture`. Afterwards the model is as it was.
     """
-    runs = model.get_encoder() if part == "encoder" else model.base_model
+    runs = model.get_encoder() if part == "encoder" else base_of(model)
     if gradients and part != "encoder" and model.get_output_embeddings() is not None:
         runs = model
 
@@ -173,12 +178,19 @@ def exact_passes(
         mask = arguments.get("decoder_attention_mask")
         query_mask = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
         with attach(model, answer), torch.set_grad_enabled(gradients):
-            result = run_without_cache(runs, {name: arguments[name] for name in arguments if name != "labels"})
+            result = run_without_cache(runs, arguments)
         yield arguments, result
 
 
-def run_without_cache(model: nn.Module, arguments: dict[str, Any]) -> Any:
-    """What a model returns that keeps no keys of the call."""
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head: `base_model`, unless that takes no inputs of the model but states (DINOv3)."""
+    base: nn.Module = model.base_model
+    return base if model.main_input_name in inspect.signature(base.forward).parameters else model
+
+
+def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """What a model returns that keeps no keys of the call and computes no loss."""
+    arguments = {name: item for name, item in arguments.items() if name != "labels"}
     has_cache = "use_cache" in inspect.signature(model.forward).parameters
     return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
 
@@ -203,6 +215,12 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
         raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {describe(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
+    for name, item in batch.items():
+        if name.endswith(("_ids", "_mask")) and isinstance(item, Sequence):
+            raise TypeError(
+                f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
+                "return tensors (return_tensors='pt')"
+            )
     return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.integrations.capture import Batch
+from fewkeys.integrations.capture import Batch, check_eval
 from fewkeys.integrations.effect import judge_model
+from fewkeys.integrations.interface import unwrapped
 from fewkeys.judge.exact import blocks, exact, first_sequence
 from fewkeys.judge.layer import Entry, HeaviestKeys, judge_block, time_block
 from fewkeys.judge.result import Report, Row, Skipped, plain
@@ -52,7 +53,7 @@ def compare(
         capture: the attention inputs of every layer, from `fewkeys.capture`.
         plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` (exact attention is judged once);
             or a list of plans, or one plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
-        model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
+        model: the model itself, in eval mode, for the effect of replacing attention in every layer; None leaves it out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
         impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster.
@@ -68,6 +69,8 @@ def compare(
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
     check_impl(impl)
     check_capture(capture)
+    if model is not None:
+        check_eval(unwrapped(model))
     entries, budgets = _entries(plans, capture)
     passes = capture.layers + (0 if model is None else 1)
     count = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)

@@ -10,13 +10,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.clock import clock
 from fewkeys.core.impl import Impl
-from fewkeys.integrations.capture import Batch, batch_arguments, run_without_cache
-from fewkeys.integrations.interface import unwrapped
+from fewkeys.core.validation import describe
+from fewkeys.integrations.capture import Batch, base_of, batch_arguments, run_without_cache
+from fewkeys.integrations.interface import attach, exact, unwrapped
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.layer import Entry
 from fewkeys.judge.result import Effect
@@ -44,34 +46,56 @@ def judge_model(
     count = 0
     generators = [entry.generator(f"{seed}/model", model.device) for entry in entries]
     for index, batch in enumerate(batches):
-        exact, mask = _states(model, batch, index)
-        count += int(mask.sum())
-        done(len(exact))
+        arguments = batch_arguments(model, batch, index)
+        states, real = _exact_states(model, arguments)
+        count += int(real.sum())
+        done(len(states))
         for i, entry in enumerate(entries):
             with apply(model, entry.plan.never_exact(), impl=impl, generator=generators[i]):
-                approximate, _ = _states(model, batch, index)
-            pooled[i].append(cosine_similarity(_mean(exact, mask), _mean(approximate, mask), dim=-1).cpu())
-            tokens[i] += cosine_similarity(exact[mask].double(), approximate[mask].double(), dim=-1).sum().cpu()
-            done(len(exact))
+                approximate = _states(model, arguments)
+            pooled[i].append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
+            tokens[i] += cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).sum().cpu()
+            done(len(states))
     if count == 0:
         raise ValueError("batches: expected at least one batch with a valid token, got none; pass the captured batches")
     for entry, cosines, total in zip(entries, map(torch.cat, pooled), tokens, strict=True):
         entry.effect = Effect(float(cosines.mean()), float(cosines.min()), float(total / count))
 
 
-def _states(model: Any, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
-    """Last hidden states (B, N, H) in float32 and which tokens are valid (B, N)."""
-    arguments = batch_arguments(model, batch, index)
-    with torch.no_grad():
-        states: Tensor = run_without_cache(model.base_model, arguments).last_hidden_state.float()
-    mask = arguments.get("attention_mask")
-    valid = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask.bool()
-    return states, valid
+def _exact_states(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The states of the exact model, even inside `apply`, and which are real (B, N): the last attention's keys."""
+    masks: list[Tensor | None] = []
+
+    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        masks.append(inputs.key_mask)
+        return exact(module, inputs)
+
+    with attach(model, answer):
+        states = _states(model, arguments)
+    real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if masks[-1] is None else masks[-1]
+    if real.shape != states.shape[:2]:
+        raise ValueError(
+            f"batches: expected padding of the {states.shape[1]} states that {type(model).__name__} returns, got "
+            f"padding of {real.shape[1]} keys of its last attention; pass sequences of one length, without a mask"
+        )
+    return states, real
 
 
-def _mean(states: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid tokens (B, H), in float64, since cosines are near 1."""
-    weight = mask.double().unsqueeze(-1)
+@torch.no_grad()
+def _states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+    """Last hidden states (B, N, H) in float32."""
+    states = getattr(run_without_cache(base_of(model), arguments), "last_hidden_state", None)
+    if not isinstance(states, Tensor) or states.ndim != 3:
+        raise ValueError(
+            f"model: expected one that returns last_hidden_state (B, N, H), got {describe(states)} from "
+            f"{type(model).__name__}; pass the part that returns it, or neither model nor batches"
+        )
+    return states.float()
+
+
+def _mean(states: Tensor, real: Tensor) -> Tensor:
+    """Mean over real tokens (B, H), in float64, since cosines are near 1."""
+    weight = real.double().unsqueeze(-1)
     return (states * weight).sum(1) / weight.sum(1).clamp_min(1.0)
 
 
