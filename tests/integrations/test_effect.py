@@ -6,6 +6,7 @@ import transformers
 
 import fewkeys as fk
 from fewkeys.integrations.compare import compare
+from fewkeys.integrations.effect import time_model
 from fewkeys.integrations.transformers import apply, capture
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -137,3 +138,15 @@ def test_states_that_cannot_be_compared_are_refused():
     ):
         with pytest.raises(ValueError, match=said):
             compare(capture(model, batches), fk.Plan(), model=model, batches=batches)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "T5Encoder"])
+def test_a_model_is_timed_at_more_tokens_than_it_has_positions(family):
+    sizes = WIDTHS | {"vocab_size": 1000, "pad_token_id": 1, "max_position_embeddings": 20}
+    if family == "T5Encoder":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
+    config = getattr(transformers, f"{family.removesuffix('Encoder')}Config")(**sizes)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    ((turns, plan_ms, exact_ms),) = time_model(model, [fk.Plan(fk.Window(3))], 40, seconds=0.0)
+    assert turns == 1
+    assert min(plan_ms, exact_ms) > 0

@@ -19,6 +19,7 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.validation import describe
 from fewkeys.integrations.capture import Batch, base_of, batch_arguments, run_without_cache
 from fewkeys.integrations.interface import attach, exact, unwrapped
+from fewkeys.integrations.text import positions
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.layer import Entry
 from fewkeys.judge.result import Effect
@@ -108,13 +109,15 @@ def time_model(
     For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention,
     which take turns. After `seconds` no turn begins. The first turn warms up, and does not count if another follows.
     """
-    from transformers import AutoModel
-
-    config = deepcopy(model.config)
-    config.max_position_embeddings = length
+    base: Any = base_of(model)
+    config = deepcopy(base.config)
+    words = config.get_text_config()
+    if (longest := positions(base)) is not None:
+        words.max_position_embeddings += length - longest
     torch.manual_seed(0)
-    twin: Any = AutoModel.from_config(config, dtype=model.dtype, attn_implementation="sdpa").eval()
-    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    implementation = "sdpa" if base._supports_sdpa else "eager"  # MPNet has no other
+    twin = type(base)._from_config(config, dtype=model.dtype, attn_implementation=implementation).eval()
+    ids = torch.randint(words.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     call = partial(twin, input_ids=ids)
     turns: list[list[float]] = []
     start = perf_counter()
