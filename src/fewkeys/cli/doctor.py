@@ -63,8 +63,8 @@ def _auto(plan: Plan, length: int) -> dict[str, Any]:
     from fewkeys.explanation import explain
 
     row = torch.zeros(1, HEADS, length, DIM)
-    told = explain(row, row, row, plan=plan, is_causal=plan.is_causal)
-    return {"tokens": length, "runs": told.runs, "exact_ms": told.exact_ms, "plan_ms": told.plan_ms}
+    choice = explain(row, row, row, plan=plan, is_causal=plan.is_causal)
+    return {"tokens": length, "runs": choice.runs, "exact_ms": choice.exact_ms, "plan_ms": choice.plan_ms}
 
 
 def _show(facts: dict[str, Any]) -> None:

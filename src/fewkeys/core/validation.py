@@ -245,8 +245,12 @@ def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None
         return None
     with suppress(TypeError, ValueError, RuntimeError):
         lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
-    is_whole = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
-    if not isinstance(lengths, Tensor) or not is_whole or lengths.shape != (batch,):
+    if (
+        not isinstance(lengths, Tensor)
+        or lengths.shape != (batch,)
+        or lengths.is_floating_point()
+        or lengths.dtype == torch.bool
+    ):
         raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
     if int(lengths.min()) < 0 or int(lengths.max()) > keys:
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")

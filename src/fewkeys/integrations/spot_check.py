@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -94,7 +94,7 @@ def _check_model(
     model = unwrapped(model)
     check_readable(model)
     plans = plans_per_layer(plan, attention_modules(model))
-    checks: dict[tuple[int, int], list[Estimates]] = {}
+    checks: defaultdict[tuple[int, int], list[Estimates]] = defaultdict(list)
     calls = Counter[int]()
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
@@ -103,15 +103,15 @@ def _check_model(
         plan, place = plans[layer], (layer, calls[layer])  # layers may share a module (ALBERT)
         calls[layer] += 1
         if plan is not None and call.window is None:
-            checks.setdefault(place, []).extend(check_call(call.checked(generator), plan, queries, source))
+            checks[place] += check_call(call.checked(generator), plan, queries, source)
         return output
 
     passes = exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention)
-    has_run = False
+    batches_run = 0
     for _ in passes:
-        has_run = True
+        batches_run += 1
         calls.clear()
-    if not has_run:
+    if batches_run == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     checked = [checks[place] for place in sorted(checks) if checks[place]]
     if not checked:

@@ -205,11 +205,8 @@ class StreamCache(Cache):
         if not isinstance(tokens_to_remove, int) or not -seen <= tokens_to_remove <= 0:
             raise ValueError(f"tokens_to_remove: expected -{seen} (all tokens so far) to 0, got {tokens_to_remove}")
         length = seen + tokens_to_remove
-        try:
-            for stream in self._streams:
-                stream.check_crop(length)
-        except ValueError as error:
-            raise ValueError(str(error).replace("length", "tokens_to_remove", 1)) from None
+        for stream in self._streams:
+            stream.check_crop(length, "tokens_to_remove")
         for layer in self.layers:
             layer.is_waiting = False
             for stream in layer.calls:

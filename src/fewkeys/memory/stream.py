@@ -100,6 +100,11 @@ class Stream:
         """Sequences in the batch; None before the first token."""
         return None if self._kind is None else self._kind.batch
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any token so far is padding."""
+        return any(group.gaps for group in self._groups)
+
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
 
@@ -126,11 +131,6 @@ class Stream:
                 self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
                 tokens = tokens.select(slice(None), slice(first, None))
             return cast("Tensor", self._extend(query, largest, tokens))
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether any token so far is padding."""
-        return any(group.gaps for group in self._groups)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """`append` N tokens and `attend` from N queries (B, Hq, N, D) of theirs: the outputs (B, Hq, N, Dv).
@@ -185,15 +185,15 @@ class Stream:
             self._groups = [group.crop(length) for group in self._groups]
             self._processed = length
 
-    def check_crop(self, length: int) -> None:
-        """Raise what `crop` would raise, without removing anything."""
+    def check_crop(self, length: int, name: str = "length") -> None:
+        """Raise what `crop` would raise, without removing anything. `name`: that of the argument in the message."""
         self._flush_pending()
         if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
+            raise ValueError(f"{name}: expected 0 to {self.length}, the tokens seen, got {length}")
         for group in self._groups:
             if real_tokens(group.gaps, length) < group.memory.fewest:
                 raise ValueError(
-                    f"length: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
+                    f"{name}: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
                     f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
                 )
 

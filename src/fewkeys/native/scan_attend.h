@@ -218,19 +218,20 @@ class ScanAttention {
   }
 };
 
-// Stores a new row at the end of a head's rows in memory. In int8 (`fewkeys.memory.rows`) it has a scale.
+// Stores a new row and returns its scale: 1, or that of a row in int8 (`fewkeys.memory.rows`).
 template <class T>
-static void store_row(const T *from, int64_t dim, T *to, float *) {
+static float store_row(const T *from, int64_t dim, T *to) {
   std::copy_n(from, dim, to);
+  return 1;
 }
 template <class T>
-static void store_row(const T *from, int64_t dim, int8_t *to, float *scale) {
+static float store_row(const T *from, int64_t dim, int8_t *to) {
   constexpr float LARGEST = 127;
   float most = 0;
   for (int64_t d = 0; d < dim; d++) most = std::max(most, std::fabs(to_float(from[d])));
-  *scale = most / LARGEST;
-  const float unit = *scale > 0 ? *scale : 1;
+  const float scale = most / LARGEST, unit = scale > 0 ? scale : 1;
   for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)std::clamp(std::rint(to_float(from[d]) / unit), -LARGEST, LARGEST);
+  return scale;
 }
 
 // Stores the last key and value of every head, unless a number in them or in the query exceeds the limit.
@@ -249,9 +250,11 @@ static void store_new(const ScanAttend &p) {
   if (largest > limit) throw Large();
   for (int64_t head = 0; head < heads; head++) {
     const int64_t last = p.of.keys - 1;
-    float *scale = p.scales.data ? const_cast<float *>(p.scales.at<float>(head, last)) : nullptr;
-    store_row(p.new_key.at<T>(head, 0), p.of.dim, const_cast<R *>(p.key.at<R>(head, last)), scale);
-    store_row(p.new_value.at<T>(head, 0), p.value_dim, const_cast<R *>(p.value.at<R>(head, last)), scale + 1);
+    const float of_key = store_row(p.new_key.at<T>(head, 0), p.of.dim, const_cast<R *>(p.key.at<R>(head, last)));
+    const float of_value = store_row(p.new_value.at<T>(head, 0), p.value_dim, const_cast<R *>(p.value.at<R>(head, last)));
+    if (!p.scales.data) continue;
+    float *scale = const_cast<float *>(p.scales.at<float>(head, last));
+    scale[0] = of_key, scale[1] = of_value;
   }
 }
 

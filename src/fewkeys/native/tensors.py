@@ -31,7 +31,7 @@ def readable(*tensors: Tensor | None) -> bool:
 def placed(*tensors: Tensor) -> bool:
     """Whether kernels, if there are any, could read these tensors."""
     for x in tensors:
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or x.layout != torch.strided:
             return False
         if x.is_floating_point() and x.dtype not in DTYPES:
             return False
