@@ -72,13 +72,13 @@ def framed(rows: list[Tensor], tokenizer: Any) -> tuple[Tensor, Tensor]:
 
 def states(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
     """The last hidden states (B, n, D), in float32. A mask without gaps is not passed: attention is faster without."""
-    full = bool(mask.all())
-    return model(input_ids=tokens, attention_mask=None if full else mask).last_hidden_state.float()
+    seen = None if bool(mask.all()) else mask.to(model.device)
+    return model(input_ids=tokens.to(model.device), attention_mask=seen).last_hidden_state.float()
 
 
 def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
     """Unit vectors (B, D): the mean over the tokens."""
-    weights = mask[..., None].to(hidden.dtype)
+    weights = mask[..., None].to(hidden)
     return normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
 
 

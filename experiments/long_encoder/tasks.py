@@ -28,26 +28,34 @@ class Words:
     """A statement and a question with {who} and {what}, and what may stand for {what}."""
 
 
+SENTENCES = (
+    ("{who} likes to eat {what} on Sundays.", "What does {who} like to eat on Sundays?"),
+    ("The cat of {who} is called {what}.", "What is the cat of {who} called?"),
+    ("{who} was born in {what}.", "Where was {who} born?"),
+    ("{who} plays the {what} every evening.", "What does {who} play every evening?"),
+    ("{who} works as a {what} in the city.", "What is the work of {who} in the city?"),
+    ("For the birthday {who} got a {what}.", "What did {who} get for the birthday?"),
+    ("{who} lost the {what} on the train.", "What did {who} lose on the train?"),
+    ("The brother of {who} sells {what}.", "What does the brother of {who} sell?"),
+    ("{who} is afraid of {what}.", "What is {who} afraid of?"),
+    ("The favourite colour of {who} is {what}.", "What is the favourite colour of {who}?"),
+    ("{who} paid the doctor with {what}.", "What did {who} pay the doctor with?"),
+    ("Every winter {who} travels to {what}.", "Where does {who} travel every winter?"),
+    ("{who} wrote a letter about {what}.", "What did {who} write a letter about?"),
+    ("The house of {who} is made of {what}.", "What is the house of {who} made of?"),
+    ("{who} keeps {what} under the bed.", "What does {who} keep under the bed?"),
+    ("In the race {who} was beaten by {what}.", "Who beat {who} in the race?"),
+    ("{who} collects {what} since childhood.", "What does {who} collect since childhood?"),
+    ("The neighbour of {who} repairs {what}.", "What does the neighbour of {who} repair?"),
+    ("{who} dreamed of {what} last night.", "What did {who} dream of last night?"),
+    ("{who} borrowed a {what} from the library.", "What did {who} borrow from the library?"),
+)
+"""Of training: a statement and its question, with {who} and {what}."""
+LEAST_LETTERS, PEOPLE = 4, 20_000
+
 Kind = Callable[[Words, torch.Generator], tuple[str, str]]
 """A kind of sentence: what makes one, and its question."""
 
-TRAINING = Words(
-    people=("Alice", "Robert", "Maria", "Daniel", "Susan", "Kevin", "Laura", "Peter", "Nancy", "Brian", "Helen",
-            "Oscar", "Diana", "Frank", "Irene", "Walter", "Julia", "Simon", "Karen", "Victor", "Emma", "Harold",
-            "Sophie", "Martin"),
-    facts=(
-        ("{who} likes to eat {what} on Sundays.", "What does {who} like to eat on Sundays?",
-         ("apples", "pancakes", "soup", "cheese", "salmon", "rice", "noodles", "mushrooms")),
-        ("The cat of {who} is called {what}.", "What is the cat of {who} called?",
-         ("Shadow", "Ginger", "Felix", "Luna", "Tiger", "Smokey", "Daisy", "Milo")),
-        ("{who} was born in {what}.", "Where was {who} born?",
-         ("Paris", "Chicago", "Madrid", "Tokyo", "Cairo", "Sydney", "Toronto", "Berlin")),
-        ("{who} plays the {what} every evening.", "What does {who} play every evening?",
-         ("piano", "violin", "guitar", "flute", "trumpet", "cello", "drums", "harp")),
-        ("{who} works as a {what} in the city.", "What is the work of {who} in the city?",
-         ("teacher", "baker", "nurse", "lawyer", "plumber", "pilot", "painter", "farmer")),
-    ),
-)  # fmt: skip
 JUDGING = Words(
     people=tuple(f"{first} {last}"
                  for first in ("Catherine", "Thomas", "Rebecca", "George", "Olivia", "Leonard", "Margaret", "Edward",
@@ -65,6 +73,17 @@ JUDGING = Words(
          ("roses", "tulips", "weeds", "tomatoes", "birds", "snails", "pumpkins", "bees")),
     ),
 )  # fmt: skip
+
+
+def training_words(tokenizer: Any) -> Words:
+    """Words of training: any words of the tokenizer's vocabulary, of which two are a name, but no words of judging."""
+    judged = {word.lower() for name in JUDGING.people for word in name.split()}
+    judged |= {thing.lower() for _, _, things in JUDGING.facts for thing in things}
+    vocabulary = (word for word in sorted(tokenizer.get_vocab()) if word.isascii() and word.isalpha())
+    words = tuple(word for word in vocabulary if len(word) >= LEAST_LETTERS and word not in judged)
+    names = torch.randint(len(words), (PEOPLE, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    people = tuple(f"{words[first].title()} {words[last].title()}" for first, last in names)
+    return Words(people, tuple((statement, question, words) for statement, question in SENTENCES))
 
 
 def pass_key(words: Words, generator: torch.Generator) -> tuple[str, str]:

@@ -135,7 +135,7 @@ class Stream:
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """`append` N tokens and `attend` from N queries (B, Hq, N, D) of theirs: the outputs (B, Hq, N, Dv).
 
-        For one token after another it takes less time than the two calls.
+        For one token after another it takes less time than the two calls. An error adds no token.
         """
         if key_mask is None and self._pending is None and len(self._groups) == 1:
             (group,) = self._groups
@@ -145,8 +145,13 @@ class Stream:
                     self._processed += output is not None
                 if output is not None:
                     return output
+        kind = self._kind
         self.append(key, value, key_mask)
-        return self.attend(query)
+        try:
+            return self.attend(query)
+        except BaseException:
+            self._pending, self._kind = None, kind
+            raise
 
     def key_mask(self) -> Tensor:
         """The `key_mask` (B, N) of all tokens so far."""
