@@ -27,7 +27,7 @@ SOURCES = {
 }
 """By the start of a package's name: which of its files are read."""
 
-CHARACTERS = 8_000_000
+CHARACTERS = 5_500_000
 """At most this much of one package, so that none outweighs the others."""
 
 

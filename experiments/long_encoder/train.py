@@ -56,11 +56,11 @@ LENGTHS = {256: (8, 8), 512: (4, 8), 1024: (2, 8), 2048: (2, 8), 4096: (1, 8), 8
 GROWING = 0.4
 """The share of the steps in which documents grow. Each length so far is twice as frequent as the one before."""
 
-STAGES = {"short": (600, 4e-4, 100), "long": (3000, 2e-4, 100)}
+STAGES = {"short": (600, 4e-4, 100), "long": (2750, 2e-4, 100)}
 """Steps, the largest learning rate, and the steps in which it rises."""
 
-WEIGHTS = {"teach": 10.0, "chunk": 1.0, "document": 1.0}
-"""Of the losses of the long stage."""
+WEIGHTS = {"teach": 10.0, "chunk": 1.0, "document": 0.5}
+"""Of the losses of the long stage. With a weight of 3 for the last, stretches of documents lost their meaning."""
 
 EVERY = 50
 """Steps in one line of the record."""

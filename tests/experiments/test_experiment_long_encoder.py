@@ -18,6 +18,10 @@ class Tokenizer:
     def __call__(self, text, **_):
         return {"input_ids": [self.words.setdefault(word, 100_000 + len(self.words)) for word in text.split()]}
 
+    def get_vocab(self):
+        return {"tractor": 0, "hill": 1, "##ing": 2, "12345": 3, "of": 4, **{f"word{'ab'[i]}{'cd'[j]}": 5 + 2 * i + j
+                for i in (0, 1) for j in (0, 1)}}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def bert():
@@ -63,25 +67,44 @@ def test_one_document_answers_each_question(task):
 
 
 def test_words_of_training_are_not_judged():
-    for kind in ("people", "facts"):
-        assert not {*getattr(tasks.TRAINING, kind)} & {*getattr(tasks.JUDGING, kind)}
-    assert not {*tasks.TRAINING.people} & {person.split()[0] for person in tasks.JUDGING.people}
+    words, judged = tasks.training_words(Tokenizer()), tasks.JUDGING
+    things = words.facts[0][2]
+    assert things == ("wordac", "wordad", "wordbc", "wordbd")
+    assert {part.lower() for name in words.people for part in name.split()} == {*things}
+    assert not {statement for statement, *_ in words.facts} & {statement for statement, *_ in judged.facts}
 
 
-def test_twins_differ_in_what_is_hidden_and_nothing_else():
+def test_documents_of_a_group_differ_in_what_is_hidden_and_nothing_else():
     rows, generator = {"text": torch.arange(100, 50_000)}, torch.Generator().manual_seed(0)
-    batch = train.batch_of(rows, 2048, Tokenizer(), generator)
-    assert {len(document) for document in batch.documents} == {2046}
-    for first, second in (batch.documents[:2], batch.documents[2:]):
+    words = tasks.training_words(Tokenizer())
+    batch = train.batch_of(rows, 2048, Tokenizer(), words, generator)
+    groups, many = train.LENGTHS[2048]
+    documents, mask = batch.documents
+    assert documents.shape == (groups * many, 2048)
+    assert mask.all()
+    assert batch.chunks[0].shape == (groups * many // 2 * 8, train.CHUNK + 2)
+    for first, second in zip(documents, documents[1:], strict=False):
         shared = torch.isin(first[first < 100_000], second).float().mean()
-        assert shared > 0.98
-    right = torch.arange(4) == batch.answers[:, None]
+        assert shared > 0.98 or shared < 0.02
+    right = torch.arange(groups * many) == batch.answers[:, None]
     assert not (batch.wrong & right).any()
-    for words, wrong in zip(batch.words, batch.wrong, strict=True):
-        # A passage's twin shares its text, so it is no wrong answer.
-        assert int(wrong.sum()) == (2 if words is None else 3)
-    words = [word for word in batch.words if word]
-    assert len(set(words)) == len(words)
+    for asked, wrong in zip(batch.words, batch.wrong, strict=True):
+        # A group shares its passages, so its other documents are no wrong answers.
+        assert int(wrong.sum()) == ((groups - 1) * many if asked is None else groups * many - 1)
+    asked = [word for word in batch.words if word]
+    assert len(set(asked)) == len(asked)
+    for chosen, span in zip(batch.chosen, batch.asking[0][len(batch.words) :], strict=True):
+        assert torch.isin(span[1 : 1 + tasks.PASSAGE], batch.chunks[0][chosen]).all()
+
+
+def test_documents_grow_and_each_step_is_drawn_anew():
+    rows = {"text": torch.arange(100, 50_000)}
+    steps = train.Steps("long", 60, rows, Tokenizer(), tasks.training_words(Tokenizer()), seed=3)
+    lengths = [steps[step].documents[0].shape[1] for step in range(60)]
+    assert {*lengths[:4]} == {256}
+    assert {*lengths[24:]} >= {2048, 4096, 8192}
+    assert torch.equal(steps[5].documents[0], steps[5].documents[0])
+    assert not torch.equal(steps[5].documents[0], steps[6].documents[0])
 
 
 def test_ranks_count_what_is_better():
