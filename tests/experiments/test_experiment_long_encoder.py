@@ -1,5 +1,7 @@
 """The trained long encoder: its weights are the teacher's, and its tasks can be solved in one way only."""
 
+import itertools
+
 import pytest
 import torch
 from experiments.long_encoder import judge, model, tasks, train
@@ -83,7 +85,7 @@ def test_documents_of_a_group_differ_in_what_is_hidden_and_nothing_else():
     assert documents.shape == (groups * many, 2048)
     assert mask.all()
     assert batch.chunks[0].shape == (groups * many // 2 * 8, train.CHUNK + 2)
-    for first, second in zip(documents, documents[1:], strict=False):
+    for first, second in itertools.pairwise(documents):
         shared = torch.isin(first[first < 100_000], second).float().mean()
         assert shared > 0.98 or shared < 0.02
     right = torch.arange(groups * many) == batch.answers[:, None]
