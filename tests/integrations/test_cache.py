@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     MoshiConfig,
     MoshiForCausalLM,
     Qwen2Config,
@@ -56,6 +58,11 @@ def diffllama():
     """Whose layers attend twice, to the same keys and to two halves of the values."""
     torch.manual_seed(5)
     return DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval()
+
+
+def mllama():
+    """Its layer 1 attends to an image, and is left out where there is none."""
+    return MllamaForCausalLM(MllamaTextConfig(**GROUPED, cross_attention_layers=[1], pad_token_id=0)).eval()
 
 
 WAYS = {
@@ -535,8 +542,9 @@ def test_the_cache_of_another_model_is_refused():
         (llama, fk.Plan(fk.TopK(4))),
         (lambda: torch.nn.Linear(2, 2), FEW),
         (bert, FEW),
+        (mllama, FEW),
     ],
-    ids=["not causal", "exact", "one of three", "oracle", "no transformer", "encoder"],
+    ids=["not causal", "exact", "one of three", "oracle", "no transformer", "encoder", "cross-attention"],
 )
 def test_what_cannot_be_cached_is_refused(make, plan):
     with pytest.raises((TypeError, ValueError), match=r"^(plan|model): "):

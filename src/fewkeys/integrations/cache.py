@@ -75,6 +75,12 @@ def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
+    for layer in getattr(config, "cross_attention_layers", None) or ():
+        if layer < layers:
+            raise ValueError(
+                f"model: expected layers that attend to the tokens before, got cross-attention in layer {layer}; use "
+                "fewkeys.apply and the model's own cache"
+            )
     if len(modules) != layers:
         raise ValueError(
             f"model: expected one attention module for each of {layers} layers, got {len(modules)}; use fewkeys.apply "
