@@ -1,6 +1,7 @@
 """Streams that hold every key with its code: whatever is done to them, they answer as attention on the whole does."""
 
 import copy
+import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -221,12 +222,13 @@ def test_tokens_of_one_block_follow_whatever_was_done_to_the_stream(leaves):
     stream = fk.stream(plan, leaves=leaves)
     tokens[:195].feed(stream)
     follow(stream, 195, 203)
-    copied = copy.deepcopy(stream)
+    copied, pickled = copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))
     stream.select(order)
     follow(stream, 203, 210, order)
     stream.crop(198)
     follow(stream, 198, 330, order)  # beyond 324, rows move to a larger buffer
     follow(copied, 203, 206)
+    follow(pickled, 203, 206)
 
 
 def one_by_one(dtype, count):

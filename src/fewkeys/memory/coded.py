@@ -263,8 +263,9 @@ class _Step:
         is_same = (self.shape, self.scale, self.block) == (query.shape, scale, block)
         return is_same and all(tensor is latest for tensor, latest in zip(self.held, memory._held, strict=True))
 
-    def __deepcopy__(self, memo: object) -> None:
-        """None: a copy of the memory has other buffers, and prepares its own call."""
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a copy of the memory, by `copy.deepcopy` or pickle, has other buffers, and prepares its own call."""
+        return type(None), ()
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
