@@ -111,6 +111,19 @@ def test_a_template_without_the_message_is_refused(monkeypatch):
         ask("a context", question="who?")
 
 
+@pytest.mark.parametrize("template", [None, ROUND])
+def test_what_is_no_text_is_refused(template, monkeypatch):
+    """Not read as the list's own description."""
+    monkeypatch.setattr(chat_tokenizer(), "chat_template", template)
+    ask = fk.pipeline(llama(), chat_tokenizer(), fk.budget(16, is_causal=True))
+    for context, asked in [(["one", "two"], {"question": "who?"}), (3, {"questions": ["who?"]})]:
+        with pytest.raises(TypeError, match=r"^context: expected a text, got (list|int); pass one context"):
+            ask(context, **asked)
+    for asked in ({"question": ["who?", "when?"]}, {"questions": ["who?", None]}):
+        with pytest.raises(TypeError, match=r"^question: expected a text, got (list|NoneType); .* questions="):
+            ask("a context", **asked)
+
+
 def test_a_question_has_one_answer():
     """Options of the call that ask for more are refused, and those of the model's own configuration are not asked."""
     model, how = llama(), {"question": "who?", "max_new_tokens": 2, "pad_token_id": 0}

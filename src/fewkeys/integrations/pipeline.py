@@ -55,6 +55,13 @@ class Pipeline:
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         if isinstance(questions, str):
             raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
+        asked = [question] if questions is None else questions
+        for name, text in [("context", context), *(("question", text) for text in asked)]:
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"{name}: expected a text, got {type(text).__name__}; pass one context, and several questions as "
+                    "questions=[...]"
+                )
         for name, only in ONE_ANSWER.items():
             if options.get(name, only) != only:
                 raise ValueError(
@@ -67,7 +74,7 @@ class Pipeline:
             mask = torch.ones_like(context_ids)
             self.model(context_ids, past_key_values=memory, attention_mask=mask, logits_to_keep=1)
             answers = []
-            for text in [question] if questions is None else questions:
+            for text in asked:
                 ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
                 arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
                 arguments |= {
