@@ -27,6 +27,19 @@ def test_kernels_follow_their_formulas(name):
     torch.testing.assert_close(WEIGHTS[name].normalised(scores), expected / expected.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("low", [-12.0, -30.0, -70.0])
+def test_small_weights_keep_their_digits(low):
+    """In a row whose scores are all far below zero, where elu(x) itself is -1 but for its last digits."""
+    scores = low - torch.linspace(0, 3, 7)
+    for dtype in (torch.float32, torch.float64):
+        rows = scores.to(dtype).requires_grad_()
+        actual, want = fk.weights.Elu().normalised(rows), torch.softmax(rows, -1)
+        torch.testing.assert_close(actual, want)
+        of = torch.arange(7, dtype=dtype)
+        one, other = (torch.autograd.grad((weights * of).sum(), rows)[0] for weights in (actual, want))
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_hidden_entries_have_no_weight_and_no_gradient(weights):
     scores = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -108,7 +108,8 @@ class Elu(_Elementwise):
     """`f(x) = elu(x) + 1`: positive, exponential on the left and linear on the right."""
 
     def f(self, scores: Tensor) -> Tensor:
-        return torch.nn.functional.elu(scores) + 1.0
+        # elu(x) + 1 itself would round exp(x) to a multiple of the unit of 1, and to zero from x = -17 on in float32.
+        return torch.where(scores > 0, scores + 1.0, scores.clamp_max(0.0).exp())
 
 
 @dataclass(frozen=True)
