@@ -65,6 +65,25 @@ def test_gradient_checkpointing(name, reentrant):
         close(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", [{}, {"max_error": 0.1}], ids=["plan", "check"])
+def test_checkpoints_that_would_draw_other_numbers_are_refused(how, reentrant):
+    """The second run of a layer would keep other keys, or correct other heads, than the first."""
+    model, ids = llama(), tokens(3, 40)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    plan = PLANS["llama"] if how else fk.Plan(fk.RandomKeys(5))
+    for generator in (None, torch.Generator().manual_seed(0)):
+        with fk.apply(model, plan, generator=generator, **how):
+            loss = model(inputs_embeds=model.get_input_embeddings()(ids)).logits.square().mean()
+            if generator is None:
+                loss.backward()
+            else:
+                with pytest.raises(ValueError, match="generator: expected None under gradient checkpointing"):
+                    loss.backward()
+
+
 @pytest.mark.long
 def test_compiled_twice():
     """Compiled code asks anew which plan is in force."""

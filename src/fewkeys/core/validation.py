@@ -43,6 +43,15 @@ def check_generator(generator: object) -> None:
         )
 
 
+def check_drawn_once(generator: torch.Generator | None) -> None:
+    """Raise `ValueError` if a draw from the caller's generator is repeated in the backward pass, with other numbers."""
+    if generator is not None and torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            "generator: expected None under gradient checkpointing, which computes layers again, got one, which "
+            "would draw other numbers the second time; leave it out, or turn checkpointing off"
+        )
+
+
 def check_cohorts(name: str, count: int) -> int:
     """The number of cohorts, a power of two."""
     check_count(f"{name} cohorts", count)

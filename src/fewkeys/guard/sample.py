@@ -17,6 +17,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
+from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.weights import Weights
 
 GROUP = 8
@@ -101,6 +102,7 @@ class Estimates:
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Uniform numbers for `draw`, in float64."""
+    check_drawn_once(generator)
     if generator is None:  # the sampled queries must not depend on a plan's random keys: no plan uses this seed
         generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)

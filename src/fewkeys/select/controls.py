@@ -1,7 +1,7 @@
 """Controls for every comparison: keys of large norm, and random keys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.work import PER_SORTED, Work
 from fewkeys.select.base import CountedSelector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
@@ -63,10 +64,10 @@ class _Norms(OnlineScore):
 
 class _Draws(OnlineScore):
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs = replace(inputs, generator=inputs.generator or torch.Generator("cpu").manual_seed(0))
+        self.inputs, self.generator = inputs, generator_of(inputs)
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        return uniform(self.inputs, key.shape[:3]).to(key.dtype)
+        return uniform(self.inputs, key.shape[:3], self.generator).to(key.dtype)
 
 
 def _draws_of_all(inputs: Inputs) -> Tensor:
@@ -78,6 +79,7 @@ def _draws_of_all(inputs: Inputs) -> Tensor:
 
 def generator_of(inputs: Inputs) -> torch.Generator:
     """The call's generator, or a new one with seed 0."""
+    check_drawn_once(inputs.generator)
     return inputs.generator or torch.Generator("cpu").manual_seed(0)
 
 
