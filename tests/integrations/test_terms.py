@@ -159,3 +159,21 @@ def test_the_encoder_is_captured_alone(make):
         assert far(run(model, **inputs), run(make()[0], **inputs))
     with pytest.raises(ValueError, match=f"batches: expected .*{name} of shape .* in batch 0, got"):
         fk.capture(model, [{name: inputs[name][0]}], part="encoder")
+
+
+@pytest.mark.parametrize("make", [bart, whisper])
+def test_the_encoder_is_judged_alone(make):
+    """It has the configuration of the whole model, and no decoder: there is no part to name."""
+    model, inputs = make()
+    batches = [{model.main_input_name: inputs[model.main_input_name]}]
+    if make is bart:
+        batches[0]["attention_mask"] = padded("right")["attention_mask"]
+    whole = fk.capture(model, batches, part="encoder", gradients=True)
+    alone = fk.capture(model.encoder, batches, gradients=True)
+    assert (alone.layers, alone.sequences) == (whole.layers, whole.sequences)
+    for field in ("query", "gradient"):
+        close(*(getattr(next(captured.calls(0)), field) for captured in (alone, whole)))
+    report = fk.compare(alone, {"few": fk.budget(8)}, model=model.encoder, batches=batches)
+    assert 0 < report.rows[0].error < 1
+    assert 0.5 < report.rows[0].cosine < 1
+    assert fk.spot_check(model.encoder, batches, fk.budget(8)).error == pytest.approx(report.rows[0].error, rel=0.3)

@@ -17,7 +17,7 @@ from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.validation import describe
 from fewkeys.core.weights import Softcap, Weights
-from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
+from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, has_two_parts, unwrapped
 from fewkeys.integrations.sensitivity import Sensitivity, counted
 from fewkeys.integrations.text import positions
 
@@ -117,7 +117,8 @@ def capture(
 def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     """Raise for a model that `exact_passes` cannot run."""
     attention_modules(model)
-    parts = get_args(Part) if model.config.is_encoder_decoder else (None,)
+    alone = (None, "encoder") if model.config.is_encoder_decoder else (None,)
+    parts = get_args(Part) if has_two_parts(model) else alone
     if part not in parts:
         raise ValueError(
             "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "

@@ -73,6 +73,11 @@ def unwrapped(model: object) -> PreTrainedModel:
     return outermost[0]
 
 
+def has_two_parts(model: PreTrainedModel) -> bool:
+    """Whether it has an encoder and a decoder; either of them alone has the configuration of both."""
+    return bool(model.config.is_encoder_decoder) and model.get_encoder() is not model
+
+
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that use the attention interface, in the order of its layers."""
     model = unwrapped(model)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.validation import describe
-from fewkeys.integrations.interface import attention_modules, is_causal
+from fewkeys.integrations.interface import attention_modules, has_two_parts, is_causal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +89,7 @@ def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part:
             f"{type(model).__name__}; capture without gradients, or a part of the model"
         )
     shape = tuple(output.shape[:2])
-    has_decoder = model.config.is_encoder_decoder and part != "encoder"
+    has_decoder = has_two_parts(model) and part != "encoder"
     mask = batch.get("decoder_attention_mask" if has_decoder else "attention_mask")
     real = torch.ones(shape, dtype=torch.bool) if mask is None or mask.shape != shape else mask.bool().cpu()
     labels = batch.get("labels")
