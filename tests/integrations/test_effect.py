@@ -125,6 +125,24 @@ def test_padding_that_counts_samples_is_that_of_the_frames():
     assert one.token_cosine == pytest.approx(other.token_cosine, abs=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["videos", "spectrograms"])
+def test_videos_and_spectrograms_are_judged(kind):
+    """They have one more dimension than images and samples."""
+    torch.manual_seed(0)
+    if kind == "videos":
+        config = transformers.VideoMAEConfig(**WIDTHS, image_size=16, patch_size=4, num_frames=4)
+        model, batches = transformers.VideoMAEModel(config).eval(), [torch.randn(2, 4, 3, 16, 16)]
+    else:
+        config = transformers.ASTConfig(**WIDTHS, max_length=40, num_mel_bins=16, patch_size=8)
+        model, batches = transformers.ASTModel(config).eval(), [torch.randn(2, 40, 16)]
+    captured, plan = capture(model, batches), fk.Plan(fk.Window(3))
+    row = compare(captured, plan, model=model, batches=batches).rows[0]
+    assert captured.sequences == 2
+    assert row.error > 0
+    assert row.cosine < 1
+    assert fk.spot_check(model, batches, plan, queries=50).error == pytest.approx(row.error, rel=1e-3)
+
+
 def test_states_that_cannot_be_compared_are_refused():
     mask = torch.ones(2, 600).long()
     mask[1, 310:] = 0

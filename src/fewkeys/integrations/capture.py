@@ -206,14 +206,15 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
             f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
         )
     inputs = batch.get(name)
-    axes = _SHAPES.get(name, "any number of dimensions")
+    shapes = _SHAPES.get(name, ())
     kind = "" if name == "input_ids" else "floating "
     if not isinstance(inputs, Tensor) or not (
         inputs.numel()
         and inputs.is_floating_point() == bool(kind)
-        and (name not in _SHAPES or inputs.ndim == axes.count(",") + 1)
+        and (not shapes or inputs.ndim in [shape.count(",") + 1 for shape in shapes])
     ):
-        raise ValueError(f"batches: expected {kind}{name} of shape ({axes}) in batch {index}, got {describe(inputs)}")
+        wanted = " or ".join(f"({shape})" for shape in shapes or ["any number of dimensions"])
+        raise ValueError(f"batches: expected {kind}{name} of shape {wanted} in batch {index}, got {describe(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
     for name, item in batch.items():
@@ -226,10 +227,10 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
 
 
 _SHAPES = {
-    "input_ids": "sequences, tokens",
-    "pixel_values": "images, channels, height, width",
-    "input_features": "sounds, features, frames",
-    "input_values": "sounds, samples",
+    "input_ids": ["sequences, tokens"],
+    "pixel_values": ["images, channels, height, width", "videos, frames, channels, height, width"],
+    "input_features": ["sounds, features, frames"],
+    "input_values": ["sounds, samples", "sounds, frames, features"],
 }
 
 
