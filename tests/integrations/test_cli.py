@@ -273,6 +273,17 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert "--html: expected a file that can be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_table_goes_to_a_stdout_of_any_encoding(encoding, run, tmp_path, monkeypatch):
+    """Windows writes to files and pipes in cp1252, which has no rules of tables."""
+    assert run(out=tmp_path / "out", slots=4)[0] == 0
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    assert cli.main(["report", str(tmp_path / "out")]) == 0
+    sys.stdout.flush()
+    assert "fewkeys budget" in written.getvalue().decode(encoding)
+
+
 def test_doctor_says_what_is_here(capsys, monkeypatch):
     lines = Line(1.0, 0.0), Line(60.0, 0.0), Line(60.0, 0.0)
     monkeypatch.setattr("fewkeys.cost.crossover._lines", lambda *_: lines)

@@ -5,6 +5,7 @@ it), 130 interrupted, 143 terminated. Files appear complete or not at all.
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -53,6 +54,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     outcome = "nothing was written"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without rules of tables, or without names of files
     try:
         _end_in_order_on_sigterm()
         arguments = parser().parse_args(argv)
