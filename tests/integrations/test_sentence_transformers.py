@@ -38,6 +38,17 @@ def test_encode(encoder):
     assert far(few, exact)
 
 
+def test_preprocessed_texts_are_batches(encoder):
+    """Beside the arguments of the model they hold facts for the encoder's own modules."""
+    features = encoder.preprocess(["The secretary keeps the minutes.", "A short one."], prompt="query: ")
+    assert features["modality"] == "text"
+    assert features["prompt_length"] > 0
+    plan, plain = fk.Plan(fk.Window(3)), {name: features[name] for name in ("input_ids", "attention_mask")}
+    rows = [fk.compare(fk.capture(encoder, [b]), plan, model=encoder, batches=[b]).rows[0] for b in (features, plain)]
+    assert (rows[0].error, rows[0].cosine) == pytest.approx((rows[1].error, rows[1].cosine))
+    assert fk.spot_check(encoder, [features], plan).error == pytest.approx(rows[0].error)
+
+
 @pytest.mark.long
 def test_the_recipe(encoder):
     rows = run(encoder, documents_of(TEXT.read_text(), 3, 200), [32])

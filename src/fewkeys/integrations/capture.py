@@ -28,6 +28,8 @@ Batch = Tensor | Mapping[str, Any]
 Part = Literal["encoder", "decoder", "cross"]
 SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
+OF_ENCODERS = ("modality", "prompt_length")
+"""What `SentenceTransformer.preprocess` adds for its own modules; no argument of the model."""
 
 
 def capture(
@@ -44,7 +46,7 @@ def capture(
     output projections.
 
     Args:
-        batches: input_ids (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...); padding
+        batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them; padding
             by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models of
             images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
@@ -223,7 +225,8 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
                 f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
                 "return tensors (return_tensors='pt')"
             )
-    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    items = {name: item for name, item in batch.items() if name not in OF_ENCODERS}
+    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in items.items()}
 
 
 _SHAPES = {
