@@ -369,6 +369,7 @@ REFUSED = {
     "queries first": lambda s, q, k, v: s.attend(q),
     "more queries than tokens": lambda s, q, k, v: (s.append(k[:, :, 1:], v[:, :, 1:]), s.attend(q)),
     "other heads": lambda s, q, k, v: (s.append(k, v), s.append(k[:, :1], v[:, :1])),
+    "more query heads": lambda s, q, k, v: (s.answer(q, k, v), s.answer(q.repeat(1, 2, 1, 1), k, v)),
     "values that do not match": lambda s, q, k, v: s.append(k, v[:, :, 1:]),
     "a mask of numbers": lambda s, q, k, v: s.append(k, v, torch.ones(2, 150)),
     "not a number": lambda s, q, k, v: s.append(k * float("nan"), v),

@@ -23,6 +23,8 @@ _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
 ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 """Options of `model.generate` that are fixed: each answer continues one sequence of one cache, and is a text."""
+MADE = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+"""Options of `model.generate` that the pipeline makes of the context and the question."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,11 @@ class Pipeline:
                 raise TypeError(
                     f"{name}: expected a text, got {type(text).__name__}; pass one context, and several questions as "
                     "questions=[...]"
+                )
+        for name in MADE:
+            if name in options:
+                raise TypeError(
+                    f"{name}: expected none, as the pipeline makes it of context and question; leave it out"
                 )
         for name, only in ONE_ANSWER.items():
             if options.get(name, only) != only:

@@ -78,10 +78,14 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
     return tokens
 
 
-def check_query(query: Tensor, key: Tensor) -> float:
-    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys."""
+def check_query(query: Tensor, key: Tensor, query_heads: int | None) -> float:
+    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys, and have
+    `query_heads` heads, as those before (None: there were none).
+    """
     batch, heads, tokens, dim = key.shape
     shape = query.shape
+    if query_heads not in (None, *shape[1:2]):
+        raise ValueError(f"query: expected {query_heads} heads, like the queries before, got {shape[1]}")
     if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:
         raise ValueError(
             f"query: expected ({batch}, a multiple of {heads}, at most {tokens}, {dim}) in {key.dtype} for the "

@@ -87,6 +87,7 @@ class Stream:
             heads += [head] if len(self._plans) > 1 else []
         self._groups: list[Group] = []
         self._kind: Kind | None = None
+        self._query_heads: int | None = None
         self._processed = 0
         self._pending: NewTokens | None = None
 
@@ -123,8 +124,8 @@ class Stream:
         if self._pending is None:
             raise ValueError("query: expected tokens that were appended and not yet attended from; append them first")
         tokens = self._pending
-        largest = check_query(query, tokens.key)
-        self._pending = None
+        largest = check_query(query, tokens.key, self._query_heads)
+        self._pending, self._query_heads = None, query.shape[1]
         first = tokens.key.shape[2] - query.shape[2]
         with self._undone_by_errors():
             if first:
