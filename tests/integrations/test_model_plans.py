@@ -132,9 +132,7 @@ def test_a_question_has_one_answer():
         with pytest.raises(ValueError, match=rf"^{name}: expected (1|False), one text for each question, got {value}"):
             ask("a context", **how, **{name: value})
     for name in ("past_key_values", "attention_mask", "input_ids"):
-        with pytest.raises(
-            TypeError, match=rf"^{name}: expected none, as the pipeline makes it of context and question"
-        ):
+        with pytest.raises(TypeError, match=rf"^{name}: expected none, as the pipeline makes it from its texts"):
             ask("a context", **how, **{name: None})
     answer = ask("a context", **how)
     model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 2, True

@@ -66,9 +66,7 @@ class Pipeline:
                 )
         for name in MADE:
             if name in options:
-                raise TypeError(
-                    f"{name}: expected none, as the pipeline makes it of context and question; leave it out"
-                )
+                raise TypeError(f"{name}: expected none, as the pipeline makes it from its texts; leave it out")
         for name, only in ONE_ANSWER.items():
             if options.get(name, only) != only:
                 raise ValueError(
