@@ -170,6 +170,8 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
     if name is not None and prompt is not None:
         raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
     if prompt is not None:
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt: expected a str, got {type(prompt).__name__}")
         return prompt
     name = encoder.default_prompt_name if name is None else name
     if name is not None and name not in encoder.prompts:
