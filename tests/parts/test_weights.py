@@ -1,5 +1,7 @@
 """Kernels against their formulas, and entmax against two independent algorithms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -75,7 +77,47 @@ def test_their_gradient_at_nothing_is_none():
     """x^p rises infinitely fast at 0, where a weight is zero as it is below."""
     scores = torch.tensor([[-1.0, 0.0, 4.0]], requires_grad=True)
     (grad,) = torch.autograd.grad(fk.weights.Relu(0.5).kernel([scores])[0].sum(), scores)
-    torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0, 0.25]]))
+    torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0, 0.125]]))  # of (x / 4)^p
+    scores = torch.tensor([[0.0, -0.0, 4.0]], requires_grad=True)
+    (grad,) = torch.autograd.grad(fk.weights.Power(0.5).kernel([scores])[0].sum(), scores)
+    torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0, 0.125]]))
+
+
+LARGE_OR_SMALL = {
+    "power": (fk.weights.Power(8), 1e6, 1e-6),
+    "relu": (fk.weights.Relu(8), 1e6, 1e-6),
+    "elu": (fk.weights.Elu(), 1e38, 1.0),
+    "softcap": (fk.weights.Softcap(79.0), 1e6, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_OR_SMALL)
+def test_weights_neither_overflow_nor_vanish(name):
+    """Where f itself does, in float32: the weights and their gradients are those of float64."""
+    weights, *sizes = LARGE_OR_SMALL[name]
+    row = torch.linspace(0.2, 1, 9, dtype=torch.float64)
+    rows = torch.stack([row * size for size in sizes] + ([-150 - row] if name == "elu" else []))
+    of = torch.arange(9, dtype=torch.float64)
+    answers = []
+    for dtype in (torch.float32, torch.float64):
+        scores = rows.to(dtype).requires_grad_()
+        actual = weights.normalised(scores)
+        answers.append((actual, *torch.autograd.grad((actual * of.to(dtype)).sum(), scores)))
+    for actual, want in zip(*answers, strict=True):
+        torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("weights", [case[0] for case in LARGE_OR_SMALL.values()], ids=LARGE_OR_SMALL)
+@pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(9))], ids=["all keys", "window"])
+def test_large_scores_and_values(weights, plan):
+    """The output is finite, as that of exact attention is."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=g).unbind()
+    query, value, plan = query * 1e5, value * 1e36, replace(plan, weights=weights)
+    want = fk.attention(query, key, value, plan=plan, impl="reference")
+    for impl in ("reference", "torch"):
+        actual = fk.attention(query.float(), key.float(), value.float(), plan=plan, impl=impl).double()
+        torch.testing.assert_close(actual / 1e36, want / 1e36, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)

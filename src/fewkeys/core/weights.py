@@ -44,72 +44,65 @@ def positive(total: Tensor) -> Tensor:
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
+def _largest(parts: Sequence[Tensor]) -> Tensor:
+    """The largest score of every row, without a gradient; 0 in a row with nothing visible."""
+    top = parts[0].detach().amax(-1, keepdim=True)
+    for part in parts[1:]:
+        top = torch.maximum(top, part.detach().amax(-1, keepdim=True))
+    return top.masked_fill(top == -math.inf, 0.0)
+
+
 @dataclass(frozen=True)
 class Softmax(Weights):
     """`f(x) = exp(x)`: ordinary attention."""
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        top = parts[0].detach().amax(-1, keepdim=True)
-        for part in parts[1:]:
-            top = torch.maximum(top, part.detach().amax(-1, keepdim=True))
-        # A row with nothing visible has top = -inf; shifting by zero leaves its weights exp(-inf) = 0.
-        top = top.masked_fill(top == -math.inf, 0.0)
+        top = _largest(parts)
         if any(part.requires_grad for part in parts):
             return [(part - top).exp() for part in parts]
         return [part.sub_(top).exp_() for part in parts]
 
 
 class _Elementwise(Weights):
-    """Kernels that apply f entry by entry, without a shift."""
+    """Kernels that apply f entry by entry."""
 
     @abstractmethod
-    def f(self, scores: Tensor) -> Tensor: ...
+    def f(self, scores: Tensor, top: Tensor) -> Tensor:
+        """f, divided by a factor from the largest score of the row with which its weights neither overflow nor vanish.
+
+        Hidden entries (-inf) give zero and have the gradient zero.
+        """
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        result = []
-        for part in parts:
-            hidden = part == -math.inf
-            # Filling before f keeps the gradient of hidden entries zero instead of NaN.
-            result.append(self.f(part.masked_fill(hidden, 1.0)).masked_fill(hidden, 0.0))
-        return result
+        top = _largest(parts)
+        return [self.f(part, top) for part in parts]
 
 
 @dataclass(frozen=True)
 class Softcap(_Elementwise):
-    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores limited to +- cap (Gemma 2, arXiv 2408.00118).
-
-    cap < 80, so that sums of f stay finite in float32.
-    """
+    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores limited to +- cap (Gemma 2, arXiv 2408.00118). cap < 80."""
 
     cap: float = 50.0
 
     def __post_init__(self) -> None:
         check_real("cap", self.cap, above=0.0, below=80.0)
 
-    def f(self, scores: Tensor) -> Tensor:
-        return (self.cap * (scores / self.cap).tanh()).exp()
+    def f(self, scores: Tensor, top: Tensor) -> Tensor:
+        hidden = scores == -math.inf
+        return (self._capped(scores) - self._capped(top)).exp().masked_fill(hidden, 0.0)
 
-
-@dataclass(frozen=True)
-class Power(_Elementwise):
-    """`f(x) = |x|^p`, p > 0: the kernel of LevAttention's guarantees (arXiv 2410.05462, section 2)."""
-
-    p: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_real("p", self.p, above=0.0)
-
-    def f(self, scores: Tensor) -> Tensor:
-        return scores.abs() ** self.p
+    def _capped(self, scores: Tensor) -> Tensor:
+        return self.cap * (scores / self.cap).tanh()
 
 
 @dataclass(frozen=True)
 class Elu(_Elementwise):
     """`f(x) = elu(x) + 1`: positive, exponential on the left and linear on the right."""
 
-    def f(self, scores: Tensor) -> Tensor:
+    def f(self, scores: Tensor, top: Tensor) -> Tensor:
         # elu(x) + 1 itself would round exp(x) to a multiple of the unit of 1, and to zero from x = -17 on in float32.
-        return torch.where(scores > 0, scores + 1.0, scores.clamp_max(0.0).exp())
+        weights = torch.where(scores > 0, scores + 1.0, (scores.clamp_max(0.0) - top.clamp_max(0.0)).exp())
+        return weights / top.clamp_min(1.0)
 
 
 @dataclass(frozen=True)
@@ -121,10 +114,23 @@ class Relu(_Elementwise):
     def __post_init__(self) -> None:
         check_real("p", self.p, above=0.0)
 
-    def f(self, scores: Tensor) -> Tensor:
+    def f(self, scores: Tensor, top: Tensor) -> Tensor:
         # x^p has no finite gradient at 0 for p < 1: negative entries are moved to 1 before and to 0 after.
-        inside = scores > 0
-        return (scores.masked_fill(~inside, 1.0) ** self.p).masked_fill(~inside, 0.0)
+        outside = scores <= 0
+        return ((scores / positive(top)).masked_fill(outside, 1.0) ** self.p).masked_fill(outside, 0.0)
+
+
+@dataclass(frozen=True)
+class Power(Weights):
+    """`f(x) = |x|^p`, p > 0: the kernel of LevAttention's guarantees (arXiv 2410.05462, section 2)."""
+
+    p: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_real("p", self.p, above=0.0)
+
+    def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return Relu(self.p).kernel([part.abs().masked_fill(part == -math.inf, -math.inf) for part in parts])
 
 
 @dataclass(frozen=True)
