@@ -92,6 +92,16 @@ def test_one_wild_head_leaves_the_others_alone(impl):
     assert torch.equal(actual[others], want[others])
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(9)), fk.Plan(fk.TopK(9))], ids=str)
+def test_one_wild_query_leaves_the_others_alone(plan, impl):
+    q, k, v = SHAPES["long"].draw()
+    q[:, :, 5] *= 1e15
+    want = fk.attention(q, k, v, plan=plan, impl="reference", is_causal=True)
+    actual = fk.attention(q.float(), k.float(), v.float(), plan=plan, impl=impl, is_causal=True)
+    torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_tensors_without_numbers_are_refused_clearly():
     q = torch.randn(1, 2, 70, 8)
     plan = fk.budget(24).never_exact()

@@ -1,8 +1,8 @@
 """Rescaling of inputs whose squares would overflow.
 
 Attention is the same for keys k / b and queries q b, and linear in the values; powers of two scale without rounding.
-Scores beyond the size at which neighbouring floats are 64 apart are scaled down to it: one key has all the weight in
-either case.
+The scores of a query beyond the size at which neighbouring floats are 64 apart are scaled down to it: one key has all
+the weight in either case.
 """
 
 import math
@@ -41,13 +41,13 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
     if not x.needs_rescaling:
         return x, None
     with torch.no_grad():
-        query, key, value = (_exponent(rows) for rows in (x.grouped_query(), x.key, x.value))
+        query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
         scale, power = math.frexp(x.scale)
-        query = query + power
-        excess = (query + key + math.ceil(math.log2(x.head_dim)) - STRONGEST[working_dtype(x.query.dtype)]).clamp_min(0)
-        far = (query > LARGEST) | (key > LARGEST) | (excess > 0)
+        query, dim = query + power, math.ceil(math.log2(x.head_dim))
+        excess = (query + key.unsqueeze(2) + dim - STRONGEST[working_dtype(x.query.dtype)]).clamp_min(0)
+        far = ((query > LARGEST) | (excess > 0)).amax((2, 3)).unsqueeze(-1) | (key > LARGEST)
         down = key.where(far, 0)
-        up = (power + down - excess).repeat_interleave(x.gqa_ratio, 1)
+        up = (power + down.unsqueeze(2) - excess).flatten(1, 2)
         unit = value.where(value > LARGEST, 0)
     # Kernels multiply means in bfloat16, too, and those of first-order terms are then as large as the scores.
     impl = "torch" if x.impl == "auto" and x.query.dtype == torch.bfloat16 else x.impl
@@ -64,14 +64,14 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
     return in_units, _power(unit.repeat_interleave(x.gqa_ratio, 1), x.value)
 
 
-def _exponent(rows: Tensor) -> Tensor:
-    """(B, H): the least e with |entries| <= 2^e, at least -100, of rows (B, H, ..., D)."""
-    largest = working(rows.detach()).abs().flatten(2).amax(-1)
+def _exponent(rows: Tensor, axes: int | tuple[int, ...]) -> Tensor:
+    """The least e with |entries| <= 2^e, at least -100, over `axes`, which stay with size 1."""
+    largest = working(rows.detach()).abs().amax(axes, keepdim=True)
     return largest.clamp_min(2.0**-100).log2().ceil().long()
 
 
 def _power(exponent: Tensor, template: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponent, dtype=template.dtype), exponent)[:, :, None, None]
+    return torch.ldexp(torch.ones_like(exponent, dtype=template.dtype), exponent)
 
 
 def _scaled(rows: Tensor, exponent: Tensor) -> Tensor:
