@@ -74,3 +74,12 @@ def test_top_k_is_the_renormalised_oblivious_oracle():
     gap = (dropped / delta) @ v - value_aware.value_oblivious(weights, 6) @ v
     error = (fk.attention(q, k, v, keep=fk.TopK(6)) - weights @ v).norm(dim=-1)
     torch.testing.assert_close(error, (delta * gap).norm(dim=-1))
+
+
+@pytest.mark.parametrize("unit", [2.0**120, 2.0**-100, 2.0**-130])
+def test_errors_do_not_depend_on_the_unit(unit):
+    """Also where the squares of outputs overflow or vanish in float32."""
+    g = torch.Generator().manual_seed(0)
+    approx, exact = torch.randn(2, 5, 4, generator=g).unbind()
+    want = fk.metrics.relative_error(approx, exact)
+    torch.testing.assert_close(fk.metrics.relative_error(approx * unit, exact * unit), want, rtol=1e-4, atol=0)

@@ -6,6 +6,7 @@ method.
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from fewkeys.core.precision import working
 from fewkeys.core.validation import describe
@@ -46,9 +47,10 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
     if not isinstance(approx, Tensor) or not isinstance(exact, Tensor) or approx.shape != exact.shape:
         raise ValueError(f"approx: expected a tensor shaped like exact, {describe(exact)}, got {describe(approx)}")
     approx, exact = working(approx), working(exact)
-    difference, size = (approx - exact).norm(dim=-1), exact.norm(dim=-1)
+    # In float64 the squares of float32's largest numbers do not overflow, and those of its least do not vanish.
+    difference, size = (vector_norm(x, dim=-1, dtype=torch.float64) for x in (approx - exact, exact))
     # Not `difference > 0`: a NaN output must give a NaN error, not zero.
-    return torch.where(difference == 0, torch.zeros_like(size), difference / size)
+    return torch.where(difference == 0, torch.zeros_like(size), difference / size).to(exact.dtype)
 
 
 def output_error(approx: Tensor, exact: Tensor) -> float:
