@@ -102,6 +102,21 @@ def test_one_wild_query_leaves_the_others_alone(plan, impl):
     torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Elu()], ids=str)
+@pytest.mark.parametrize("keep", [fk.select.Leverage(7), fk.select.KeyNorm(7) | fk.Window(9)], ids=str)
+def test_stand_ins_without_keys_have_no_say(keep, weights, impl):
+    """In a list are all keys of some cluster, whose score is 0 while all others are far below."""
+    q, k, v = SHAPES["long"].draw()
+    q[..., 0] += 30
+    k[..., 0] -= 60
+    k[:, :, 3:6] -= 40
+    plan = fk.Plan(keep, fk.ClusterMeans(6), weights)
+    want = fk.attention(q, k, v, plan=plan, impl="reference")
+    actual = fk.attention(q.float(), k.float(), v.float(), plan=plan, impl=impl)
+    torch.testing.assert_close(actual, want.float(), rtol=0.02, atol=0.02)
+
+
 def test_tensors_without_numbers_are_refused_clearly():
     q = torch.randn(1, 2, 70, 8)
     plan = fk.budget(24).never_exact()

@@ -92,9 +92,8 @@ def _attend_chunk(
                 parts[number] = parts[number] + distances.of_stand_ins(source.member, chunk)
     elif means is not None:
         multiplicity = means.multiplicity(chunk)
-        if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in without keys must not decide the row's largest score. Without curvature it cannot: it is an
-            # average of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
+        if multiplicity is not None:
+            # A stand-in without keys must not decide the row's largest score.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
     if multiplicity is not None:
