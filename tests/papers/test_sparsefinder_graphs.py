@@ -123,6 +123,21 @@ def test_clusters(count, data, rounds, seed):
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined, nearest))
 
 
+@pytest.mark.parametrize("offset", [0, 100, 5000])
+def test_an_offset_of_all_tokens_does_not_matter(offset):
+    """In float32, where it is far larger than the distances."""
+    tokens = torch.randn(1, 2, 64, 4, generator=torch.Generator().manual_seed(0)) + offset
+    places, exact = tokens[0, :, :8], tokens.double()
+    label = torch.cdist(exact, places.double()).argmin(-1)
+    clusters = sparsefinder.Clusters(8, fitted=sparsefinder.Centroids(places))
+    assert torch.equal(clusters.graph(tokens, tokens).to_mask(), label.unsqueeze(-1) == label.unsqueeze(-2))
+    blocks = sparsefinder.BlockClusters(2, 1, sparsefinder.Centroids(places)).graph(tokens, tokens).to_mask()
+    wanted = sparsefinder.BlockClusters(2, 1, sparsefinder.Centroids(places.double())).graph(exact, exact).to_mask()
+    assert torch.equal(blocks, wanted)
+    near = sparsefinder.Distance(1.0).graph(tokens, tokens).to_mask()
+    assert torch.equal(near, torch.cdist(exact, exact) <= 1)
+
+
 @pytest.mark.long
 @given(count=st.integers(1, 8), seed=st.integers(0, 99))
 def test_pairs_of_clusters(count, seed):

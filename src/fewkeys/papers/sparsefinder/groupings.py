@@ -21,6 +21,7 @@ from fewkeys.papers.sparsefinder.space import (
     Fitted,
     Joined,
     Projection,
+    centred,
     check_space,
     closeness,
     nearest,
@@ -115,12 +116,10 @@ class Distance(Grouping):
         super().__post_init__()
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
-        key_size = key.square().sum(-1).unsqueeze(-2)
-
         def mask(start: int, stop: int) -> Tensor:
-            rows = query[:, :, start:stop]
-            near = rows.square().sum(-1, keepdim=True) + key_size - 2 * (rows @ key.mT) <= self.t**2
-            return near & visible(inputs, start, stop)
+            # Not by a matrix product, which rounds to the size of the tokens, not of their differences.
+            distance = torch.cdist(query[:, :, start:stop], key, compute_mode="donot_use_mm_for_euclid_dist")
+            return (distance <= self.t) & visible(inputs, start, stop)
 
         return listed(inputs, (mask(start, stop) for start, stop in query_blocks(inputs)))
 
@@ -304,7 +303,7 @@ class BlockClusters(Selector):
         total = rows.new_zeros((*rows.shape[:2], blocks, rows.shape[3]))
         total.index_add_(2, block, rows * flags[:, None, :, None])
         count = flags.new_zeros((rows.shape[0], blocks)).index_add_(1, block, flags)
-        mean = total / count.clamp_min(1)[:, None, :, None]
+        mean, centroids = centred(total / count.clamp_min(1)[:, None, :, None], centroids)
         # -|x - c|^2 / 2, which compares blocks as well as centroids.
         near = closeness(mean, centroids) - 0.5 * mean.square().sum(-1, keepdim=True)
         if self.inside:

@@ -138,6 +138,12 @@ def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
 
 
+def centred(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (B, H, N, r) and centroids (H, C, r) about the mean centroid: an offset would drown their differences."""
+    middle = centroids.mean(-2, keepdim=True)
+    return rows - middle, centroids - middle
+
+
 def closeness(rows: Tensor, centroids: Tensor) -> Tensor:
     """`(|x|^2 - |x - c|^2) / 2` (B, H, N, C) for rows x (B, H, N, r) and centroids c (H, C, r)."""
     return rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
@@ -145,7 +151,7 @@ def closeness(rows: Tensor, centroids: Tensor) -> Tensor:
 
 def nearest(rows: Tensor, centroids: Tensor, count: int = 1) -> Tensor:
     """The `count` nearest of centroids (H, C, r) to each of rows (B, H, N, r): (B, H, N, count)."""
-    return closeness(rows, centroids).topk(count, -1).indices
+    return closeness(*centred(rows, centroids)).topk(count, -1).indices
 
 
 def check_space(project: object, fitted: object = None) -> None:
