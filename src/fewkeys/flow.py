@@ -178,7 +178,9 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     """
     x, unit = rescaled(choice.inputs.clear())
     parts, restore = without_gaps(x)
-    return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
+    if unit is None:
+        return parts, restore
+    return parts, lambda outputs: (restore(outputs) * unit).to(choice.inputs.query.dtype)
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:

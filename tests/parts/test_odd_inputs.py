@@ -93,6 +93,17 @@ def test_one_wild_head_leaves_the_others_alone(impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize(("size", "scale"), [(8000, None), (1, 1e20)])
+@pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(9)), fk.Plan(fk.TopK(9))], ids=str)
+def test_float16_has_scores_beyond_its_range(plan, size, scale, impl):
+    q, k, v = (x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float16), (size, size, 1), strict=True))
+    output = fk.attention(q, k, v, plan=plan, scale=scale, impl=impl)
+    want = fk.attention(q.double(), k.double(), v.double(), plan=plan, scale=scale, impl="reference")
+    assert output.dtype == torch.float16
+    torch.testing.assert_close(output, want.half(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(9)), fk.Plan(fk.TopK(9))], ids=str)
 def test_one_wild_query_leaves_the_others_alone(plan, impl):
     q, k, v = SHAPES["long"].draw()

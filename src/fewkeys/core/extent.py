@@ -36,10 +36,13 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
     """The rescaled problem, and the factor (B, Hq, 1, 1) of its output; the same problem and None without need.
 
     The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
+    float16, whose range is less than that of scores, becomes float32.
     """
     x = inputs
     if not x.needs_rescaling:
         return x, None
+    if x.query.dtype == torch.float16:
+        x = replace(x, query=x.query.float(), key=x.key.float(), value=x.value.float())
     with torch.no_grad():
         query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
         scale, power = math.frexp(x.scale)

@@ -32,7 +32,7 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
         return _attend(inputs, weights)
     x, unit = rescaled(inputs.clear())
     output = _attend(x, weights)
-    return output if unit is None else output * unit
+    return output if unit is None else (output * unit).to(inputs.query.dtype)
 
 
 def _attend(inputs: Inputs, weights: Weights) -> Tensor:

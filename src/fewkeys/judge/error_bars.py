@@ -128,8 +128,8 @@ def error_bars(
     starts = range(x.placeholders, x.queries, step)
     parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
     output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-    output = output.to(query.dtype)
-    return ErrorBars(output if unit is None else output * unit, bar.float(), bar <= error, drawn)
+    output = output if unit is None else output * unit
+    return ErrorBars(output.to(query.dtype), bar.float(), bar <= error, drawn)
 
 
 class _Sampled:
