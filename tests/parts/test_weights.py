@@ -145,6 +145,14 @@ def test_close_alphas_have_close_weights(seed, n):
         torch.testing.assert_close(entmax(scores, alpha), entmax(scores, alpha + 1e-10), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [1 + 1e-7, 1.00001, 1.001])
+def test_alphas_near_one_keep_their_digits(alpha):
+    scores = 3 * torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    actual, want = entmax(scores, alpha), entmax(scores.double(), alpha)
+    torch.testing.assert_close(actual, want.float(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(actual, scores.softmax(-1), rtol=0, atol=4 * (alpha - 1) + 1e-6)
+
+
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
 def test_newton_takes_few_steps(alpha, monkeypatch):
     """As many as the module says, for 2,000 entries."""
