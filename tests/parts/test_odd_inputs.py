@@ -113,6 +113,18 @@ def test_one_wild_query_leaves_the_others_alone(plan, impl):
     torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [1e13, 1e30])
+def test_exact_attention_among_one_wild_key(size, is_causal, impl):
+    """Queries far against it weigh the others as if it were not there."""
+    q, k, v = SHAPES["long"].draw()
+    k[:, :, 5] *= size
+    want = fk.attention(q, k, v, impl="reference", is_causal=is_causal)
+    actual = fk.attention(q.float(), k.float(), v.float(), impl=impl, is_causal=is_causal)
+    torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Elu()], ids=str)
 @pytest.mark.parametrize("keep", [fk.select.Leverage(7), fk.select.KeyNorm(7) | fk.Window(9)], ids=str)

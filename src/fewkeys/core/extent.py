@@ -6,7 +6,7 @@ the weight in either case.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,8 @@ LARGEST = 40
 """log2 of the largest query, key or value: sums of 2^47 squares of them are safe in float32."""
 STRONGEST = {torch.float32: 30, torch.float64: 59}
 """log2 of the score at which neighbouring floats are 64 or more apart."""
+FINITE = {torch.float32: 120, torch.float64: 1000}
+"""log2 of scores that do not overflow, for attention that computes no statistics of them."""
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
@@ -32,11 +34,11 @@ def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: tor
     return not (are_small and scaled * min(1.0, abs(scale)) * key * dim <= 2.0 ** STRONGEST[dtype])
 
 
-def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+def rescaled(inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST) -> tuple[Inputs, Tensor | None]:
     """The rescaled problem, and the factor (B, Hq, 1, 1) of its output; the same problem and None without need.
 
     The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
-    float16, whose range is less than that of scores, becomes float32.
+    float16, whose range is less than that of scores, becomes float32. `strongest`: log2 of the largest scores.
     """
     x = inputs
     if not x.needs_rescaling:
@@ -47,7 +49,7 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
         query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
         scale, power = math.frexp(x.scale)
         query, dim = query + power, math.ceil(math.log2(x.head_dim))
-        excess = (query + key.unsqueeze(2) + dim - STRONGEST[working_dtype(x.query.dtype)]).clamp_min(0)
+        excess = (query + key.unsqueeze(2) + dim - strongest[working_dtype(x.query.dtype)]).clamp_min(0)
         far = ((query > LARGEST) | (excess > 0)).amax((2, 3)).unsqueeze(-1) | (key > LARGEST)
         down = key.where(far, 0)
         up = (power + down.unsqueeze(2) - excess).flatten(1, 2)

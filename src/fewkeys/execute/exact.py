@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.core.derivatives import are_transformed, gradients_of
-from fewkeys.core.extent import rescaled
+from fewkeys.core.extent import FINITE, rescaled
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
@@ -30,7 +30,7 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
         return _attend(inputs, weights)
-    x, unit = rescaled(inputs.clear())
+    x, unit = rescaled(inputs.clear(), FINITE)
     output = _attend(x, weights)
     return output if unit is None else (output * unit).to(inputs.query.dtype)
 
