@@ -326,8 +326,8 @@ BREAKAGES = (
     Breakage(
         "softmax: rows that see nothing are not a number",
         "core/weights.py",
-        "top = top.masked_fill(top == -math.inf, 0.0)",
-        "top = top.clone()",
+        "return top.masked_fill(top == -math.inf, 0.0)",
+        "return top.clone()",
         (EMPTY,),
     ),
     Breakage(

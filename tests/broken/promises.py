@@ -11,6 +11,20 @@ PROMISES = (
         (Law("parts/test_odd_inputs", "finite_where_exact"),),
     ),
     Breakage(
+        "finite where exact is: the largest query sets the units of its head",
+        "core/extent.py",
+        "_exponent(x.grouped_query(), -1)",
+        "_exponent(x.grouped_query(), (3, 4))",
+        (Law("parts/test_odd_inputs", "one_wild_query"),),
+    ),
+    Breakage(
+        "finite where exact is: stand-ins without keys decide the largest score",
+        "execute/torch/by_block.py",
+        "parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)",
+        "pass",
+        (Law("parts/test_odd_inputs", "stand_ins_without_keys"),),
+    ),
+    Breakage(
         "large streams: memory of a fixed size stays in float32",
         "memory/constant.py",
         "memory = self._in_float64() if is_large else self",
