@@ -176,11 +176,9 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     In canonical form padding is zero and squares of all entries are finite. Causal problems have all padding behind the
     real keys; sequences with the same padding are then one part.
     """
-    x, unit = rescaled(choice.inputs.clear())
-    parts, restore = without_gaps(x)
-    if unit is None:
-        return parts, restore
-    return parts, lambda outputs: (restore(outputs) * unit).to(choice.inputs.query.dtype)
+    x, in_old_units = rescaled(choice.inputs.clear())
+    parts, joined = without_gaps(x)
+    return parts, lambda outputs: in_old_units(joined(outputs))
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:

@@ -6,7 +6,7 @@ the weight in either case.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,16 +34,18 @@ def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: tor
     return not (are_small and scaled * min(1.0, abs(scale)) * key * dim <= 2.0 ** STRONGEST[dtype])
 
 
-def rescaled(inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST) -> tuple[Inputs, Tensor | None]:
-    """The rescaled problem, and the factor (B, Hq, 1, 1) of its output; the same problem and None without need.
+def rescaled(
+    inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST
+) -> tuple[Inputs, Callable[[Tensor], Tensor]]:
+    """The problem, rescaled if it must be, and a function that makes its output that of the inputs, in their dtype.
 
     The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
     float16, whose range is less than that of scores, becomes float32. `strongest`: log2 of the largest scores.
     """
-    x = inputs
+    x, dtype = inputs, inputs.query.dtype
     if not x.needs_rescaling:
-        return x, None
-    if x.query.dtype == torch.float16:
+        return x, lambda output: output.to(dtype)
+    if dtype == torch.float16:
         x = replace(x, query=x.query.float(), key=x.key.float(), value=x.value.float())
     with torch.no_grad():
         query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
@@ -55,7 +57,7 @@ def rescaled(inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST) -
         up = (power + down.unsqueeze(2) - excess).flatten(1, 2)
         unit = value.where(value > LARGEST, 0)
     # Kernels multiply means in bfloat16, too, and those of first-order terms are then as large as the scores.
-    impl = "torch" if x.impl == "auto" and x.query.dtype == torch.bfloat16 else x.impl
+    impl = "torch" if x.impl == "auto" and dtype == torch.bfloat16 else x.impl
     in_units = replace(
         x,
         impl=impl,
@@ -66,7 +68,8 @@ def rescaled(inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST) -
         needs_rescaling=False,
         _memory={},
     )
-    return in_units, _power(unit.repeat_interleave(x.gqa_ratio, 1), x.value)
+    factor = _power(unit.repeat_interleave(x.gqa_ratio, 1), x.value)
+    return in_units, lambda output: (output * factor).to(dtype)
 
 
 def _exponent(rows: Tensor, axes: int | tuple[int, ...]) -> Tensor:

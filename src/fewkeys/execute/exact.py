@@ -30,9 +30,8 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
         return _attend(inputs, weights)
-    x, unit = rescaled(inputs.clear(), FINITE)
-    output = _attend(x, weights)
-    return output if unit is None else (output * unit).to(inputs.query.dtype)
+    x, restore = rescaled(inputs.clear(), FINITE)
+    return restore(_attend(x, weights))
 
 
 def _attend(inputs: Inputs, weights: Weights) -> Tensor:

@@ -117,7 +117,7 @@ def error_bars(
     if choice.is_exact:
         output, zero = run(choice), query.new_zeros(query.shape[:3], dtype=torch.float32)
         return ErrorBars(output, zero, zero == 0, zero.int())
-    x, unit = rescaled(choice.inputs.clear())
+    x, restore = rescaled(choice.inputs.clear())
     graph = select(x, plan)
     # Without a generator the seed is one that no plan uses.
     generator = torch.Generator("cpu").manual_seed(0xBA25) if x.generator is None else x.generator
@@ -128,8 +128,7 @@ def error_bars(
     starts = range(x.placeholders, x.queries, step)
     parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
     output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))
-    output = output if unit is None else output * unit
-    return ErrorBars(output.to(query.dtype), bar.float(), bar <= error, drawn)
+    return ErrorBars(restore(output), bar.float(), bar <= error, drawn)
 
 
 class _Sampled:
