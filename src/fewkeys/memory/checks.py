@@ -84,7 +84,7 @@ def check_query(query: Tensor, key: Tensor, query_heads: int | None) -> float:
     """
     batch, heads, tokens, dim = key.shape
     shape = query.shape
-    if query_heads not in (None, *shape[1:2]):
+    if query_heads is not None and shape[1] != query_heads:
         raise ValueError(f"query: expected {query_heads} heads, like the queries before, got {shape[1]}")
     if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:
         raise ValueError(

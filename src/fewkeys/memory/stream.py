@@ -125,9 +125,10 @@ class Stream:
             raise ValueError("query: expected tokens that were appended and not yet attended from; append them first")
         tokens = self._pending
         largest = check_query(query, tokens.key, self._query_heads)
-        self._pending, self._query_heads = None, query.shape[1]
+        self._pending = None
         first = tokens.key.shape[2] - query.shape[2]
         with self._undone_by_errors():
+            self._query_heads = query.shape[1]
             if first:
                 self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
                 tokens = tokens.select(slice(None), slice(first, None))
@@ -146,13 +147,9 @@ class Stream:
                     self._processed += output is not None
                 if output is not None:
                     return output
-        kind = self._kind
-        self.append(key, value, key_mask)
-        try:
+        with self._undone_by_errors():
+            self.append(key, value, key_mask)
             return self.attend(query)
-        except BaseException:
-            self._pending, self._kind = None, kind
-            raise
 
     def key_mask(self) -> Tensor:
         """The `key_mask` (B, N) of all tokens so far."""
@@ -300,13 +297,13 @@ class Stream:
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        """An error inside, or an interrupt, leaves all memories as they were."""
-        before = [*self._groups], self._processed, self._pending
+        """An error inside, or an interrupt, leaves the stream as it was."""
+        before = [*self._groups], self._processed, self._pending, self._kind, self._query_heads
         counts = [(buffer, buffer.count) for group in self._groups for buffer in group.memory.buffers]
         try:
             yield
         except BaseException:
-            self._groups, self._processed, self._pending = before
+            self._groups, self._processed, self._pending, self._kind, self._query_heads = before
             for buffer, count in counts:
                 buffer.count = count
             raise
