@@ -398,7 +398,7 @@ PROMISES = (
     Breakage(
         "checkpoints: the second run of a call chooses anew",
         "native/tensors.py",
-        "return not is_in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None",
+        "return not in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None",
         "return True",
         (Law("parts/test_crossover", "checkpoints_choose_alike"),),
     ),

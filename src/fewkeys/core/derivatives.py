@@ -25,6 +25,11 @@ class constants:  # noqa: N801  # used like `torch.no_grad`, of which it is a fa
         torch._C._set_fwd_grad_enabled(forward)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread, in which checkpoints compute layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def are_transformed(*tensors: Tensor) -> bool:
     """Whether forward mode or `torch.func` differentiates these tensors; both need torch's plain operations."""
     return forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fewkeys.core.derivatives import in_backward
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.impl import COMPILED, Impl, check_impl
@@ -45,7 +46,7 @@ def check_generator(generator: object) -> None:
 
 def check_drawn_once(generator: torch.Generator | None) -> None:
     """Raise `ValueError` if a draw from the caller's generator is repeated in the backward pass, with other numbers."""
-    if generator is not None and torch._C._current_graph_task_id() != -1:
+    if generator is not None and in_backward():
         raise ValueError(
             "generator: expected None under gradient checkpointing, which computes layers again, got one, which "
             "would draw other numbers the second time; leave it out, or turn checkpointing off"

@@ -12,11 +12,11 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.derivatives import in_backward
 
 ATTRIBUTE = "_fewkeys"
 LOCK = threading.RLock()
@@ -149,5 +149,4 @@ def remove(module: nn.Module, scope: Scope) -> None:
 
 def _is_autograd_thread() -> bool:
     """Whether autograd started this thread, as it does for devices."""
-    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    return is_foreign and torch._C._current_graph_task_id() != -1
+    return isinstance(threading.current_thread(), threading._DummyThread) and in_backward()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fewkeys.core.derivatives import in_backward
 from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -53,8 +54,7 @@ def is_trained(*tensors: Tensor) -> bool:
     """
     if not wants_gradient(*tensors):
         return False
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return not is_in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Rows(ctypes.Structure):
