@@ -9,8 +9,8 @@ that reads it alone; questions shall find their document among others, by senten
 it (`tasks`), and short spans their stretch.
 
 Documents come in groups that share a text and differ in what is hidden, so that only the hidden sentences tell them
-apart. A sentence is a tenth of a document of 256 tokens and a three hundredth of one of 8,192, in which nothing is
-learned at first: so documents grow. Steps and seed are fixed; bfloat16 by autocast.
+apart. A sentence is a tenth of a document of 256 tokens and a three hundredth of one of 8,192, where it is
+hard to find at first: so documents grow. Steps and seed are fixed; bfloat16 by autocast.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ class _Elementwise(Weights):
 
 @dataclass(frozen=True)
 class Softcap(_Elementwise):
-    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores limited to +- cap (Gemma 2, arXiv 2408.00118). cap < 80."""
+    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores limited to +- cap (Gemma 2, arXiv 2408.00118).
+
+    cap < 80, so that f is within the range of float32.
+    """
 
     cap: float = 50.0
 
