@@ -421,14 +421,14 @@ def late():
     library.fewkeys_lend(build._threads())
 
 
-def test_threads_that_come_late_are_not_waited_for_again(late, monkeypatch):
+def test_threads_that_come_late_twice_are_not_waited_for_again(late, monkeypatch):
     """What the caller alone has done in less time than they were late is done, and to the same bits."""
     q, k, v = (torch.randn(1, 2, 600, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    while not late:  # a busy machine's own threads may have come late before
+    while len(late) < 2:  # a busy machine's own threads may have come late before
         first = native.largest(q, k, v)
     assert native.largest(q, k, v) == first == [float(rows.abs().max()) for rows in (q, k, v)]
-    assert late == [2]
+    assert late == [2, 2]
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

@@ -140,30 +140,47 @@ static void raise_to(std::atomic<T> &number, T to) {
 
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
-// How late the other threads started in recent calls, in nanoseconds. If another process uses a core, a thread may wait
-// for milliseconds before it runs, and every call waits for all threads. So the caller first works alone for as long as
-// the threads are expected to be late: at most twice the time of the better choice. Beside ten processes on each core,
-// calls without it took 1.2 (2,048 tokens) to 2 times as long (512).
+// A delay in nanoseconds that halves every HALF_LIFE, so that threads are tried again.
+class Fading {
+ public:
+  int64_t at(int64_t now) const {
+    const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
+    return halvings < 62 ? late.load(std::memory_order_relaxed) >> halvings : 0;
+  }
+  void set(int64_t to, int64_t now) {
+    late.store(to, std::memory_order_relaxed), when.store(now, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int64_t HALF_LIFE = 200'000'000;
+  std::atomic<int64_t> late{0}, when{0};
+};
+
+// How late the other threads start, in nanoseconds, where they were late twice in a row. If another process uses a
+// core, a thread may wait for milliseconds before it runs, and every call waits for all threads. So the caller first
+// works alone for as long as the threads are expected to be late: at most twice the time of the better choice. Beside
+// one busy process, calls on two cores took twice as long on average without this, beside twenty 2 to 7 times. A single
+// late start says nothing: on a quiet machine a few of a hundred calls have one.
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
   // The processor time of this thread.
   static int64_t worked() { return read(CLOCK_THREAD_CPUTIME_ID); }
-  // The expected delay. It halves every HALF_LIFE, so that threads are tried again. Less than LEAST, which waking a
-  // sleeping thread may take, counts as no delay.
+  // The expected delay: none if it is less than LEAST, which waking a sleeping thread may take.
   static int64_t expected(int64_t now) {
-    const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
-    const int64_t left = halvings < 62 ? worst.load(std::memory_order_relaxed) >> halvings : 0;
-    return left < LEAST ? 0 : left;
+    const int64_t late = repeated.at(now);
+    return late < LEAST ? 0 : late;
   }
   static void note(int64_t late, int64_t now) {
-    if (late < LEAST || late < expected(now)) return;
-    worst.store(late, std::memory_order_relaxed), when.store(now, std::memory_order_relaxed);
+    if (late < LEAST) return;
+    const int64_t again = std::min(late, last.at(now));
+    if (again >= expected(now)) repeated.set(again, now);
+    last.set(late, now);
   }
 
  private:
-  static constexpr int64_t LEAST = 500'000, HALF_LIFE = 100'000'000;
-  static inline std::atomic<int64_t> worst{0}, when{0};
+  static constexpr int64_t LEAST = 500'000;
+  static inline Fading last, repeated;
   static int64_t read(clockid_t clock) {
     timespec time;
     clock_gettime(clock, &time);
