@@ -2,11 +2,14 @@
 
 Random weights in float32: 30 layers, 9 query and 3 key heads of 64. `prefill`: one forward of a prompt, with
 transformers' DynamicCache and with `fk.cache(model, fk.budget(256, is_causal=True))`, in turns; the fastest counts.
+`compiled`: the longest prompt with the model under `torch.compile(model, dynamic=True)` and frozen weights, both ways.
 `token`: medians of single tokens after so many others, in turns; the caches hold random keys and values, since times do
 not depend on them. Writes benchmarks/results/whole_decoder.json.
 """
 
+import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,14 +39,15 @@ def caches(model: LlamaForCausalLM) -> dict[str, Any]:
     return {"exact": DynamicCache(config=model.config), "plan": fk.cache(model, PLAN)}
 
 
-def timed(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any) -> float:
-    return clock(lambda: model(input_ids=ids, past_key_values=cache, logits_to_keep=1), ids.device)
+def timed(call: Callable[..., Any], ids: torch.Tensor, cache: Any) -> float:
+    return clock(lambda: call(input_ids=ids, past_key_values=cache, logits_to_keep=1), ids.device)
 
 
-def prefill(model: LlamaForCausalLM, tokens: int, turns: int) -> dict[str, Any]:
+def prefill(model: LlamaForCausalLM, tokens: int, turns: int, call: Callable[..., Any]) -> dict[str, Any]:
+    """A row of prompts; `call` is the model, or the model compiled."""
     ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0))
     orders = ((*caches(model).items(),)[:: 1 - turn % 2 * 2] for turn in range(turns))  # none is always the first
-    times = [{name: timed(model, ids, cache) for name, cache in order} for order in orders]
+    times = [{name: timed(call, ids, cache) for name, cache in order} for order in orders]
     return _row(tokens, {name: min(turn[name] for turn in times) for name in times[0]})
 
 
@@ -66,11 +70,18 @@ def _row(tokens: int, ms: dict[str, float]) -> dict[str, Any]:
 
 @torch.no_grad()
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    path = parser.parse_args().out
     model = smollm2()
-    prefills = [prefill(model, tokens, turns) for tokens, turns in PROMPTS.items()]
-    tokens = [token(model, context) for context in CONTEXTS]
-    result = {"machine": machine(), "versions": versions(with_transformers=True), "prefill": prefills, "token": tokens}
-    write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
+    result: dict[str, Any] = {"machine": machine(), "versions": versions(with_transformers=True)}
+    result["prefill"] = [prefill(model, tokens, turns, model) for tokens, turns in PROMPTS.items()]
+    torch._inductor.config.freezing = True
+    torch._dynamo.config.recompile_limit = 64  # a layer's number is a constant of its code
+    compiled, longest = torch.compile(model, dynamic=True), max(PROMPTS)
+    result["compiled"] = [prefill(model, longest, PROMPTS[longest] + 1, compiled)]  # the first turns compile
+    result["token"] = [token(model, context) for context in CONTEXTS]
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

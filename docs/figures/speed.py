@@ -101,7 +101,10 @@ SHOWN = (
 """Rows of the README."""
 
 
-def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
+ON = {"epyc": "benchmarks/results/engines.json", "xeon": "benchmarks/results/xeon/engines.json"}
+
+
+def _engines(processor: str, shapes: tuple[tuple[str, int], ...] = ()) -> str:
     """All rows, or those of some models and lengths with one sequence."""
     rows = [
         [
@@ -111,25 +114,51 @@ def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
             ratio(row["ratio"]),
             *(() if shapes else (ratio(row["ceiling"]) if "ceiling" in row else "-",)),
         ]
-        for row in read("benchmarks/results/engines.json")["rows"]
+        for row in read(ON[processor])["rows"]
         if not shapes or (row["batch"] == 1 and (row["model"], row["length"]) in shapes)
     ]
     free = () if shapes else ("best engine / no attention",)
     return table(["model", "tokens", *ENGINES, "best engine / fewkeys", *free], rows)
 
 
+def _engine_row(model: str, length: int, processor: str = "epyc") -> dict[str, Any]:
+    rows = read(ON[processor])["rows"]
+    return next(row for row in rows if (row["model"], row["batch"], row["length"]) == (model, 1, length))
+
+
 def _wrong() -> str:
-    """How much longer the base model of 1,024 tokens takes under `fk.apply` than in torch, per cent."""
-    rows = read("benchmarks/results/engines.json")["rows"]
-    ms = next(row["ms"] for row in rows if (row["model"], row["batch"], row["length"]) == ("base", 1, 1024))
+    """How much longer the base model of 1,024 tokens took under `fk.apply` than in torch on a Xeon, per cent."""
+    ms = _engine_row("base", 1024, "xeon")["ms"]
     return f"{100 * (ms['fewkeys'] / ms['torch'] - 1):.0f}"
+
+
+def _on_xeon() -> str:
+    """The ratios of the README's rows on the other processor."""
+    parts = []
+    for model in ("minilm", "base"):
+        *ratios, last = (ratio(_engine_row(model, length, "xeon")["ratio"]) for name, length in SHOWN if name == model)
+        parts.append(f"{', '.join(ratios)} and {last} for `{model}`")
+    return " and ".join(parts)
+
+
+def _compiled() -> str:
+    """Milliseconds of a short call in torch and compiled."""
+    ms = _engine_row("minilm", 512)["ms"]
+    return f"{_milliseconds(ms['torch'])} ms in torch and {_milliseconds(ms['torch.compile'])} ms compiled"
+
+
+ALSO = "benchmarks/results/epyc/"
+"""Results of decoders on the other processor."""
 
 
 def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
     """Milliseconds of one attention call of a decoder at each length."""
 
+    def of_heads(path: str) -> list[Any]:
+        return [row for row in read(path)[part] if row["heads"] == heads]
+
     def shown() -> str:
-        rows = [row for row in read("benchmarks/results/decoders.json")[part] if row["heads"] == heads]
+        rows, also = of_heads("benchmarks/results/decoders.json"), of_heads(f"{ALSO}decoders.json")
         times = [_milliseconds(1000 * row["constant"]) for row in rows if "constant" in row]
         constant = [['the same with `memory="constant"`, ms', *times]] if times else []
         return table(
@@ -138,6 +167,7 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
                 ["exact attention, ms", *(_milliseconds(1000 * row["exact"]) for row in rows)],
                 ["`budget(256, is_causal=True)`, ms", *(_milliseconds(1000 * row["plan"]) for row in rows)],
                 ["exact / plan", *(ratio(row["ratio"]) for row in rows)],
+                ["exact / plan on an AMD EPYC", *(ratio(row["ratio"]) for row in also)],
                 *constant,
             ],
         )
@@ -146,25 +176,33 @@ def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
 
 
 def _whole_decoder() -> str:
-    results = read("benchmarks/results/whole_decoder.json")
-    rows = [("a prompt of", row) for row in results["prefill"]] + [("a token after", row) for row in results["token"]]
-    cells = [
-        [
-            f"{name} {row['tokens']:,}",
-            *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
-            ratio(row["ratio"]),
+    cells = []
+    for processor, folder in (("Intel Xeon", "benchmarks/results/"), ("AMD EPYC", ALSO)):
+        results = read(f"{folder}whole_decoder.json")
+        parts = {"prefill": "a prompt of {}", "compiled": "a prompt of {}, compiled", "token": "a token after {}"}
+        cells += [
+            [
+                processor,
+                name.format(f"{row['tokens']:,}"),
+                *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
+                ratio(row["ratio"]),
+            ]
+            for part, name in parts.items()
+            for row in results.get(part, ())
         ]
-        for name, row in rows
-    ]
-    return table(["", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan"], cells)
+    return table(["processor", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan"], cells)
 
 
 def _whole_decoder_ratios() -> str:
     """The time of exact attention over that of the plan: the longest prompt, and every token."""
-    results = read("benchmarks/results/whole_decoder.json")
-    rows = [("a prompt of", results["prefill"][-1]), *(("a token after", row) for row in results["token"])]
+    here, there = (read(f"{folder}whole_decoder.json") for folder in ("benchmarks/results/", ALSO))
+    rows = [("a prompt of", here["prefill"][-1]), *(("a token after", row) for row in here["token"])]
     first, *parts = (f"{ratio(row['ratio'])} for {name} {row['tokens']:,}" for name, row in rows)
-    return f"{first} tokens, {' and '.join(parts)}"
+    *others, last = (ratio(row["ratio"]) for row in (there["prefill"][-1], *there["token"]))
+    return (
+        f"{first} tokens, {' and '.join(parts)} on an Intel Xeon, and {', '.join(others)} and {last} on an AMD EPYC, "
+        f"where a compiled model gains {ratio(there['compiled'][0]['ratio'])} on the prompt"
+    )
 
 
 GPU = "benchmarks/results/gpu.json"
@@ -214,8 +252,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "short.most": _short_most,
     "decoders.prefill": _decoders("prefill", 9, "tokens"),
     "decoders.token": _decoders("decoding", 9, "tokens before"),
-    "engines": _engines,
-    "engines.short": lambda: _engines(SHOWN),
+    "engines": lambda: _engines("epyc"),
+    "engines.xeon": lambda: _engines("xeon"),
+    "engines.short": lambda: _engines("epyc", SHOWN),
+    "engines.short.xeon": _on_xeon,
+    "engines.compiled": _compiled,
     "engines.wrong": _wrong,
     "bench.lengths": _lengths,
     "bench.forms": _forms,
