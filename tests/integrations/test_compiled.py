@@ -123,6 +123,24 @@ def test_an_encoder_is_one_graph_for_every_plan(make, name):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("make", [bert, modernbert])
+@torch.no_grad()
+def test_one_graph_serves_every_length(make):
+    """Of `forward`, which sentence-transformers calls: the module's own call is not compiled then."""
+    model = make().eval()
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model.forward, backend=graphs, fullgraph=True, dynamic=True)
+    counts = set()
+    for length in (24, 17, 9):
+        ids = tokens(2, length) % 15
+        with fk.apply(model, FEW):
+            assert torch.equal(compiled(ids).last_hidden_state, model(ids).last_hidden_state)
+        counts.add(graphs.frame_count)
+    assert len(counts) == 1  # what the first call compiled
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [[24, 24], [24, 17]], ids=str)
 @torch.no_grad()
 def test_a_plan_sees_the_same_call_in_the_graph(lengths):

@@ -81,8 +81,8 @@ def has_two_parts(model: PreTrainedModel) -> bool:
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that use the attention interface, in the order of its layers."""
     model = unwrapped(model)
-    asks = cache(_asks_interface)  # a model has many modules of few classes
-    modules = [module for module in model.modules() if mpnet.is_mpnet(module) or asks(type(module))]
+    asking = {kind for kind in {type(module) for module in model.modules()} if _asks_interface(kind)}
+    modules = [module for module in model.modules() if mpnet.is_mpnet(module) or type(module) in asking]
     if not modules or model.config.model_type in PARTLY:
         why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
