@@ -27,8 +27,7 @@ COMMANDS = {
     capture: "store the queries, keys and values of every layer",
     doctor: "print versions, processor and kernels, and from which length plans are faster here",
 }
-"""The modules of the commands. --help shows their docstrings. `kept` among their options: what an interruption leaves.
-"""
+"""The modules of the commands, whose docstrings --help shows."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _end_in_order_on_sigterm()
         arguments = parser().parse_args(argv)
-        if kept := getattr(arguments, "kept", None):
+        if kept := getattr(arguments, "kept", None):  # what an interruption leaves
             outcome = f"{kept} are kept, the same command goes on from there"
         arguments.run(arguments)
     except _Terminated:
@@ -71,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has closed it, as in `fewkeys ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (ValueError, ImportError) as error:
-        return _fail(str(error))
+    except (OSError, ValueError, ImportError) as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror}"
+        print("fewkeys: error:", " ".join(message.split()), file=sys.stderr)
+        return 2
     return 0
 
 
@@ -88,11 +89,6 @@ def _end_in_order_on_sigterm() -> None:
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, end)
-
-
-def _fail(message: str) -> int:
-    print("fewkeys: error:", " ".join(message.split()), file=sys.stderr)
-    return 2
 
 
 def parser() -> argparse.ArgumentParser:

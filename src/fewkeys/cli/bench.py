@@ -4,20 +4,15 @@ and the output error is measured too. Otherwise the inputs are random numbers. W
 more lengths) and, with a model, error.png; the pictures also as PDF.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
 from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, whole
-from fewkeys.cli.progress import Step, progress
-
-if TYPE_CHECKING:
-    from fewkeys.bench.timing import Draw
+from fewkeys.cli.progress import progress
 
 ROWS = {
     "budget": "fewkeys budget",
@@ -47,18 +42,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Time, print, and write the JSON and the pictures."""
+    """Time, print, and write."""
     real = arguments.demo or arguments.model is not None
     inputs.prepare(arguments, "matplotlib")
     if arguments.text and not real:
         raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
+    import torch
+
+    from fewkeys.bench.long_inputs import captured_inputs, random_inputs
     from fewkeys.bench.machine import machine, versions
     from fewkeys.bench.timing import as_dict, bench, growth
     from fewkeys.judge.standard import standard_plans
 
     options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
+    dtype = getattr(torch, arguments.dtype)
     with progress() as step:
-        draw = _draw(arguments, real, step)
+        if real:
+            longest = max(arguments.lengths)
+            arguments.length = min(512, longest)
+            arguments.sequences = -(-longest // arguments.length)
+            draw = captured_inputs(inputs.read(arguments, step)[0], dtype=dtype)
+        else:
+            draw = random_inputs(arguments.dim, dtype=dtype)
         standard = partial(standard_plans, is_causal=arguments.causal)
         plans = {name: standard(slots)[row] for name, (row, slots) in arguments.plans.items()}
         rows = bench(draw, plans, arguments.lengths, **options, progress=step)
@@ -86,24 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
     deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
 
 
-def _draw(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
-    """The source of the inputs."""
-    import torch
-
-    from fewkeys.bench.long_inputs import captured_inputs, random_inputs
-
-    dtype = getattr(torch, arguments.dtype)
-    if not real:
-        return random_inputs(arguments.dim, dtype=dtype)
-    longest = max(arguments.lengths)
-    arguments.length = min(512, longest)
-    arguments.sequences = -(-longest // arguments.length)
-    captured, _ = inputs.read(arguments, step)
-    return captured_inputs(captured, dtype=dtype)
-
-
 def _plans(text: str) -> dict[str, tuple[str, int]]:
-    """The standard plans of a list such as "budget:192,window:64": the row and the slots of each name."""
+    """The row and the slots of each name in a list such as "budget:192,window:64"."""
     plans = {}
     for name in text.split(","):
         method, _, slots = name.partition(":")

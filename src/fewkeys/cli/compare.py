@@ -4,29 +4,21 @@ writes report.html (a page for the browser), results.json (all figures, and the 
 pareto.png and pareto.pdf. With --demo, the defaults are --out out/demo and --lengths 512,1024,2048,4096.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
 from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, named_path
-from fewkeys.cli.progress import Step, progress
-
-if TYPE_CHECKING:
-    from fewkeys.captures.capture import Capture
-    from fewkeys.judge.result import Row, WholeTime
-    from fewkeys.model_plan import ModelPlan
-    from fewkeys.plan import Plan
+from fewkeys.cli.progress import progress
 
 RESULTS = "results.json"
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
 SECONDS = 5.0
-"""The time for measuring whole models at one length, about."""
+"""About the time for whole models at one length."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, print, and write what --out asks for."""
+    """Compare, print, and write."""
     if arguments.demo:
         arguments.out = arguments.out or DEMO_OUT
         arguments.lengths = arguments.lengths or DEMO_LENGTHS
@@ -59,14 +51,27 @@ def run(arguments: argparse.Namespace) -> None:
         captured, opened = inputs.read(arguments, step)
 
         from fewkeys.integrations.compare import compare
-        from fewkeys.judge.standard import OURS
+        from fewkeys.integrations.effect import time_model
+        from fewkeys.judge.result import WholeTime
+        from fewkeys.judge.standard import OURS, standard_plans
 
-        plans = _rows(captured, arguments.slots, user_plans)
+        length = max(call.key.shape[2] for call in captured.calls(0))
+        facts: dict[str, Any] = {"is_causal": captured.is_causal, "head_dim": captured.head_dim, "length": length}
+        plans: dict[int | None, Any] = {slots: standard_plans(slots, **facts) for slots in arguments.slots}
+        if taken := user_plans.keys() & plans[arguments.slots[0]].keys():
+            raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
+        if user_plans:
+            plans[None] = user_plans
         options: dict[str, Any] = {"model": opened.model, "batches": opened.batches or None, "seed": arguments.seed}
         report = compare(captured, plans, **options, progress=step)
-        if arguments.lengths:
-            timed = [row for row in report.rows if row.name in {OURS, *user_plans}]
-            report = replace(report, whole_times=_whole_times(opened.model, timed, plans, arguments.lengths, step))
+        lengths, times = arguments.lengths or [], []
+        timed = [row for row in report.rows if lengths and row.name in {OURS, *user_plans}]
+        timed_plans = [plans[row.budget][row.name] for row in timed]
+        for number, length in enumerate(lengths):
+            step(number, len(lengths), f"times of whole models at {length:,} tokens")
+            timings = time_model(opened.model, timed_plans, length, seconds=SECONDS)
+            times += [WholeTime(row.name, row.budget, length, *ms) for row, ms in zip(timed, timings, strict=True)]
+    report = replace(report, whole_times=times)
     if report.sample is not None:
         report = replace(report, sample=replace(report.sample, tokens=opened.tokens))
     report = report.with_settings(text=opened.files)
@@ -80,33 +85,3 @@ def run(arguments: argparse.Namespace) -> None:
     deliver(arguments, report.to_json(), lambda: print_table(report), RESULTS, fill)
     if arguments.out is not None and not arguments.json:
         print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")
-
-
-def _whole_times(
-    model: Any, rows: list[Row], plans: dict[int | None, dict[str, Any]], lengths: list[int], step: Step
-) -> list[WholeTime]:
-    """Times of a model of this shape with random weights at each length: exact, and under the plan of each row."""
-    from fewkeys.integrations.effect import time_model
-    from fewkeys.judge.result import WholeTime
-
-    times, timed = [], [plans[row.budget][row.name] for row in rows]
-    for number, length in enumerate(lengths):
-        step(number, len(lengths), f"times of whole models at {length:,} tokens")
-        timings = time_model(model, timed, length, seconds=SECONDS)
-        for row, timing in zip(rows, timings, strict=True):
-            times.append(WholeTime(row.name, row.budget, length, *timing))
-    return times
-
-
-def _rows(
-    captured: Capture, slots: list[int], user_plans: dict[str, Plan | ModelPlan]
-) -> dict[int | None, dict[str, Any]]:
-    """The standard rows at every budget, and the user's."""
-    from fewkeys.judge.standard import standard_plans
-
-    length = max(call.key.shape[2] for call in captured.calls(0))
-    facts: dict[str, Any] = {"is_causal": captured.is_causal, "head_dim": captured.head_dim, "length": length}
-    rows: dict[int | None, dict[str, Any]] = {count: dict(standard_plans(count, **facts)) for count in slots}
-    if taken := user_plans.keys() & rows[slots[0]].keys():
-        raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
-    return rows | ({None: user_plans} if user_plans else {})

@@ -3,19 +3,14 @@ seconds), and whether impl='auto' uses exact attention or a plan at six lengths,
 float32.
 """
 
-from __future__ import annotations
-
 import argparse
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fewkeys.cli.files import deliver
 from fewkeys.cli.inputs import EXTRAS, set_threads
 from fewkeys.cli.options import add_common
 from fewkeys.cli.progress import progress
-
-if TYPE_CHECKING:
-    from fewkeys.plan import Plan
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
@@ -41,10 +36,14 @@ def run(arguments: argparse.Namespace) -> None:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
         processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
         processor["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        auto = {}
+        auto: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
-            auto[name] = [_auto(plan, length) for length in LENGTHS]
+            for length in LENGTHS:
+                row = torch.zeros(1, HEADS, length, DIM)
+                choice = fk.explain(row, row, row, plan=plan, is_causal=plan.is_causal)
+                times = {"exact_ms": choice.exact_ms, "plan_ms": choice.plan_ms}  # None where these do not decide
+                auto[name].append({"tokens": length, "runs": choice.runs, **times})
     facts = {
         "versions": versions(with_transformers=True),
         "machine": processor,
@@ -54,17 +53,6 @@ def run(arguments: argparse.Namespace) -> None:
         "auto": auto,
     }
     deliver(arguments, facts, lambda: _show(facts))
-
-
-def _auto(plan: Plan, length: int) -> dict[str, Any]:
-    """Whether `impl="auto"` runs the plan at a length, and the expected milliseconds where these decide."""
-    import torch
-
-    from fewkeys.explanation import explain
-
-    row = torch.zeros(1, HEADS, length, DIM)
-    choice = explain(row, row, row, plan=plan, is_causal=plan.is_causal)
-    return {"tokens": length, "runs": choice.runs, "exact_ms": choice.exact_ms, "plan_ms": choice.plan_ms}
 
 
 def _show(facts: dict[str, Any]) -> None:

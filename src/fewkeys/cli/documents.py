@@ -1,4 +1,4 @@
-"""The texts in files and folders: every file of UTF-8 text, and the reason why any other file is left out."""
+"""The texts in files and folders, and the reason why any other file is left out."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ PDF = b"%PDF-"
 HEAD = 2**16
 """Bytes that are read first: a binary file most often has a zero byte among them."""
 SHOWN = 3
-"""The number of files that an error names, with their reasons."""
+"""Files that an error names, with their reasons."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Document:
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str]]:
     """The texts of files and of all files in folders, sorted by name; and the names of other files, with reasons.
 
-    Files and folders whose names begin with a dot are ignored. `ValueError` for a named file that is not a text.
+    Names in folders that begin with a dot are ignored. `ValueError` for a named file that is not a text.
     """
     documents: dict[str, Document] = {}
     skipped: dict[str, str] = {}
@@ -52,13 +52,13 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
 
 
 def skipped_in_words(skipped: dict[str, str]) -> str:
-    """The number of files that were left out, and a line for each with its name and the reason."""
+    """How many files were left out, and a line for each with its name and the reason."""
     lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
     return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The files below a folder, sorted by name; and the other entries, with the reasons why they are not read."""
+    """The files below a folder, sorted by name; and other entries, with the reasons why they are not read."""
     unread: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -67,10 +67,10 @@ def _files(folder: Path) -> Iterator[tuple[Path, str]]:
         for name in sorted(name for name in files if not name.startswith(".")):
             path = Path(place, name)
             try:
-                is_file, reason = path.is_file(), "is a broken link" if path.is_symlink() else "is no regular file"
+                unfit = "is a broken link" if path.is_symlink() else "is no regular file"
+                yield path, "" if path.is_file() else unfit
             except OSError as error:
-                is_file, reason = False, _unreadable(error)
-            yield path, "" if is_file else reason
+                yield path, _unreadable(error)
     yield from ((Path(error.filename), _unreadable(error)) for error in unread)
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewkeys.cli import inputs
 from fewkeys.cli.documents import Document, read_documents, skipped_in_words
@@ -34,7 +33,7 @@ SLOTS = 192
 """Slots of the default plan. At thousands of tokens it takes about as long as 64 slots, which have more cohorts."""
 CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
 """The default plan for late chunks, whose vectors average fewer tokens. On MiniLM it takes a quarter more time than
-`budget(192)`, and the distance of its cosines from 1 is a third (on WikiText and two other texts).
+`budget(192)`, and its cosines are a third as far from 1 (on WikiText and two other texts).
 """
 
 
@@ -68,9 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept="finished texts")
 
 
-@dataclass(frozen=True)
-class Passes:
-    """A text, the characters of each pass over it (none: the text is skipped), and its tokens."""
+class Passes(NamedTuple):
+    """A text, the characters of each pass over it (none: it is left out), and the number of its tokens."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -115,13 +113,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Raise if the vectors could not be written."""
     if out.suffix not in (".npz", ".parquet") or out.is_dir():
         raise ValueError(f"--out: expected a file that ends in .npz or .parquet, got {out}")
     if out.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise ValueError(
-            "--out: .parquet needs pyarrow, which is not installed; pip install pyarrow, or name a .npz file"
-        )
+        raise ValueError("--out: .parquet needs pyarrow, which is not installed; pip install pyarrow, or use .npz")
     check_folder(out.parent)
 
 
@@ -161,10 +156,9 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
     from fewkeys import plan as plans
     from fewkeys.integrations.interface import attention_modules, is_causal
 
-    folder = Path(arguments.model)
-    if arguments.plan is not None:
-        return inputs.open_plan(arguments.plan)
-    if arguments.slots is None and any((folder / name).is_file() for name in (plans.FILE, model_plan.FILE)):
+    folder = arguments.plan or Path(arguments.model)
+    has_plan = any((folder / name).is_file() for name in (plans.FILE, model_plan.FILE))
+    if arguments.plan is not None or (has_plan and arguments.slots is None):
         return inputs.open_plan(folder)
     causal = any(map(is_causal, attention_modules(encoder)))
     if arguments.chunk is None or causal:
@@ -175,9 +169,8 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
 ) -> tuple[dict[str, Passes], dict[str, str]]:
-    """The texts by their digests, and the names of files that are left out, with the reasons.
-
-    `ValueError` for texts to be refused, and if none is left.
+    """The texts by their digests, and the names of files that are left out, with the reasons. `ValueError` if a text is
+    refused or none is left.
     """
     from fewkeys.integrations import embed
 
@@ -220,7 +213,7 @@ def _passes(
 def _embedded(
     encoder: SentenceTransformer, plan: Plan | ModelPlan, texts: dict[str, Passes], settings: dict[str, Any], step: Step
 ) -> Iterator[tuple[str, TextRows]]:
-    """The rows of every text, by its digest."""
+    """The rows of every text, by digest."""
     import torch
 
     from fewkeys.cli.vectors import TextRows
@@ -248,7 +241,6 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
-    """Print a summary."""
     if facts["skipped"]:
         print(f"fewkeys: note: {skipped_in_words(facts['skipped'])}", file=sys.stderr)
     count, width = facts["vectors"]

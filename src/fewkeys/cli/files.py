@@ -16,9 +16,8 @@ def check_folder(out: Path) -> None:
     """Raise if files could not be written to `out`."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: expected a folder, got a file: {out}")
-    parent = _existing(out)
     try:
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".fewkeys-"):
+        with tempfile.TemporaryDirectory(dir=_existing(out), prefix=".fewkeys-"):
             pass
     except OSError as error:
         raise ValueError(f"--out: expected a folder that can be written, got {out} ({error.strerror})") from error
@@ -27,9 +26,7 @@ def check_folder(out: Path) -> None:
 def _existing(path: Path) -> Path:
     """`path` or its nearest ancestor that exists."""
     path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
@@ -55,9 +52,9 @@ def deliver(
     fill: Callable[[Path], None] = lambda folder: None,
     last: str = "",
 ) -> None:
-    """Write the result as JSON to the file `name` in --out, beside the files of `fill`, if both are given.
+    """Write the JSON of the result to the file `name` in --out, if both are given, beside the files of `fill`.
 
-    Then print the JSON under --json, else call `show`.
+    Print the JSON under --json, else call `show`.
     """
     is_written, text, names = bool(name) and arguments.out is not None, "", []
     if is_written or arguments.json:

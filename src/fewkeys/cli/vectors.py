@@ -1,4 +1,4 @@
-"""Rows of vectors: stored text by text during a run, written to one file at its end."""
+"""Rows of vectors: stored text by text during a run, in one file at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TextRows(NamedTuple):
 
 
 class FinishedTexts:
-    """The rows of finished texts by digest, in memory and in files of `folder`, which is emptied for new `settings`."""
+    """The rows of finished texts by digest, in memory and in a folder that is emptied for new `settings`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._settings = folder, settings
@@ -56,7 +56,7 @@ class FinishedTexts:
             self.rows.update(_read(path))
 
     def add(self, key: str, rows: TextRows) -> None:
-        """Keep the rows of a text. They are written to disk within `SECONDS`."""
+        """Keep the rows of a text."""
         self.rows[key] = self._new[key] = rows
         if monotonic() - self._written > SECONDS:
             self.write()
@@ -92,15 +92,14 @@ def _read(path: Path) -> dict[str, TextRows]:
 
 def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
     """The columns of the output, from the rows of each file: the paths as a list, the others as tensors."""
-    joined = TextRows.joined(rows.values())
-    start, stop = joined.spans.unbind(1)
+    vectors, spans, tokens, error = TextRows.joined(rows.values())
+    start, stop = spans.unbind(1)
     paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]
-    numbers = {"start": start, "stop": stop, "tokens": joined.tokens, "error": joined.error, "vectors": joined.vectors}
-    return {"path": paths, **numbers}
+    return {"path": paths, "start": start, "stop": stop, "tokens": tokens, "error": error, "vectors": vectors}
 
 
 def save(path: Path, table: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write `columns` to `path`, NumPy's .npz or .parquet by its ending, whole or not at all."""
+    """Write `columns` to `path`, .npz or .parquet by its ending, whole or not at all."""
     arrays = {name: column if name == "path" else column.numpy() for name, column in table.items()}
     write = _parquet if path.suffix == ".parquet" else _npz
     publish(path.absolute().parent, lambda folder: write(folder / path.name, arrays, json.dumps(settings)))
