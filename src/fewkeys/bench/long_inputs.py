@@ -19,9 +19,9 @@ def random_inputs(dim: int, *, dtype: torch.dtype) -> Draw:
 
 
 def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
-    """The first heads of the middle layer, its sequences joined end to end.
+    """The first heads of the middle layer, its sequences joined end to end: longer than a context of the model.
 
-    The context is longer than those of the model. More tokens or key heads than the capture holds raise `ValueError`.
+    More tokens or key heads than the capture holds raise `ValueError`, and so does a bias of the distance.
     """
     if capture.biased:
         raise ValueError(
@@ -29,7 +29,6 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
             "unknown; use another model, or random inputs"
         )
     layer = capture.layers // 2
-    gqa_ratio = capture.query_heads // capture.kv_heads
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
         if length > capture.tokens or heads > capture.kv_heads:
@@ -37,16 +36,13 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
                 f"lengths, heads: expected at most {capture.tokens} tokens (all of the text) and {capture.kv_heads} "
                 f"heads (the model's), got {length} and {heads}; give more text or ask for less"
             )
-        calls = list(capture.calls(layer))
-
-        def joined(name: str, count: int) -> Tensor:
-            """The real tokens of all sequences, of the first heads."""
-            parts = []
-            for call in calls:
+        parts: dict[str, list[Tensor]] = {"query": [], "key": [], "value": []}
+        for call in capture.calls(layer):
+            for name, tokens in parts.items():
                 by_head = getattr(call, name).movedim(1, 0)
-                parts.append(by_head.flatten(1, 2) if call.key_mask is None else by_head[:, call.key_mask])
-            return torch.cat(parts, 1)[None, :count, :length].to(dtype).contiguous()
-
-        return joined("query", heads * gqa_ratio), joined("key", heads), joined("value", heads), capture.scales[layer]
+                tokens.append(by_head.flatten(1, 2) if call.key_mask is None else by_head[:, call.key_mask])
+        query, key, value = (torch.cat(tokens, 1)[None, :, :length].to(dtype) for tokens in parts.values())
+        query = query[:, : heads * capture.query_heads // capture.kv_heads]
+        return query.contiguous(), key[:, :heads].contiguous(), value[:, :heads].contiguous(), capture.scales[layer]
 
     return problem

@@ -23,7 +23,7 @@ TOLERANCE = 0.03
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores and the threads in use, the operating system, and the compiled kernels."""
+    """The processor, the threads in use, the operating system, and the compiled kernels."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -37,7 +37,7 @@ def versions(*, with_transformers: bool = False) -> dict[str, str]:
     """Versions of fewkeys, python, torch and, on request, transformers; and "plans", the version of the method: the
     errors of the `RECOMMENDED` plans on fixed inputs. A result with other errors than today's is older than the method.
     """
-    plans = " ".join(f"{error:.3g}" for error in map(error_on_fixed_inputs, RECOMMENDED))
+    plans = " ".join(f"{error_on_fixed_inputs(plan):.3g}" for plan in RECOMMENDED)
     numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
     if with_transformers:
         try:

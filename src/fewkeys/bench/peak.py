@@ -9,10 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the live storages that operations inside this context have made.
+    """Counts the bytes of the live storages that operations inside this context have made; `peak` is the most so far.
 
-    `peak` is the largest count so far. Memory that a kernel uses and frees within one operation is not counted. Code
-    runs slower inside.
+    What a kernel uses and frees within one operation does not count. Code runs slower inside.
     """
 
     def __init__(self) -> None:

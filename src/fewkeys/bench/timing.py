@@ -1,7 +1,7 @@
 """Time, memory and error of plans and of exact attention at each length.
 
-Exact attention and the plans take turns, so that a machine that slows down slows both. Times are medians over the
-turns, and so are ratios. The plans run even where `impl="auto"` would not run them.
+Exact attention and the plans take turns, so that a machine that slows down slows both. Times and ratios are medians
+over the turns. The plans run even where `impl="auto"` would not run them.
 """
 
 import math
@@ -25,9 +25,9 @@ from fewkeys.flow import attend
 from fewkeys.plan import Plan
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
-"""A length takes `TURNS` turns, but only `FEWEST_TURNS` or more if they take longer than `ENOUGH_SECONDS`."""
+"""A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
 EXACT_PAIRS = 2**32
-"""The most pairs of a query and a key in exact attention: longer inputs take fewer heads."""
+"""The most pairs of a query and a key in exact attention: longer inputs have fewer heads."""
 GROWTH_START = 4096
 """Tokens from which `growth` is measured."""
 
@@ -42,7 +42,7 @@ class Timing:
     Attributes:
         name: the plan's, or "exact".
         length, heads: tokens, and heads that ran together.
-        ms: median of a call; with `backward`, of a call and its gradients.
+        ms: median of a call, including gradients with `backward`.
         ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         tensor_bytes: of query, key, value and output together.
@@ -74,10 +74,7 @@ def bench(
     backward: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[Timing]:
-    """Time every plan at every length, with fewer heads for very long inputs (`EXACT_PAIRS`).
-
-    real: whether to measure errors (captured inputs).
-    """
+    """Time every plan at every length. `real`: whether to measure errors, too (captured inputs)."""
     rows: dict[str, Plan | None] = {"exact": None, **plans}
     total, timings = len(lengths) * TURNS, []
     for number, length in enumerate(lengths):
@@ -114,7 +111,7 @@ def growth(rows: Sequence[Timing], name: str) -> float | None:
 
 
 def as_dict(row: Timing) -> dict[str, Any]:
-    """The row as JSON values, times to the microsecond."""
+    """The row as JSON values, numbers to six decimals."""
     return {name: round(item, 6) if isinstance(item, float) else item for name, item in asdict(row).items()}
 
 
@@ -145,8 +142,7 @@ def _timing(
     if plan is not None:
         with PeakMemory() as memory:
             output = _call(x, plan)
-        peak = memory.peak
+        peak, auto = memory.peak, "exact" if exact_is_faster(x, plan) else "plan"
         error = None if exact is None else output_error(output, exact)
-        auto = "exact" if exact_is_faster(x, plan) else "plan"
     size = x.query.element_size() * entries
     return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, size, error, auto)

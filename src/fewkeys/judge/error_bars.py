@@ -12,8 +12,8 @@ expectation:
 * t S / sqrt(m), S^2 the trace of the sample's covariance, t Student's quantile: of all normal vectors with one trace,
   those along a line are farthest out (Szekely and Bakirov, 2003);
 * c B / m, c = log(1 / (1 - confidence)): keys that no draw has met have together a probability below c / m, except in
-  1 of 1 / (1 - confidence) samples. B bounds |y|: with p_j proportional to the root mean square of w_j under the errors
-  of its code (`fewkeys.sketch.random_codes`), w / p is about at most the sum of these.
+  1 of 1 / (1 - confidence) samples. B bounds |y|: p_j is proportional to the root mean square of w_j under the errors
+  of its code (`fewkeys.sketch.random_codes`), so w / p is about at most the sum of these.
 
 o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so for B. Hence
 
@@ -50,8 +50,8 @@ class ErrorBars:
     """Estimates of exact attention, with error bars.
 
     `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
-    gives none; `reached` (B, Hq, Nq), bool: whether the bar is as small as asked for; `drawn` (B, Hq, Nq), int32: the
-    number of keys drawn.
+    gives none; `reached` (B, Hq, Nq), bool: whether the bar is as small as asked for; `drawn` (B, Hq, Nq), int32: keys
+    drawn.
     """
 
     output: Tensor
@@ -85,18 +85,15 @@ def error_bars(
 
     Args:
         query, key, value: as in `fewkeys.attention`, without gradient.
-        plan: one with `Softmax()`. It always runs, also where exact attention is faster.
+        plan: one with `Softmax()`. It runs also where exact attention is faster.
         error: the relative error to reach.
         confidence: of every bar, in (0, 1).
         most: the most draws of a query, at least 2.
         **options: those of `fewkeys.attention` but `distance_bias`. `generator` is the source of the plan's
             randomness, the rotation and the draws; default: fixed seeds.
 
-    Returns:
-        `ErrorBars`. Where the plan keeps every key, the output is exact and its bars are zero.
-
-    Raises:
-        TypeError, ValueError: malformed input, and whatever the plan refuses.
+    Where the plan keeps every key, the output is exact and its bars are zero. Raises `TypeError` or `ValueError` for
+    malformed input, and whatever the plan refuses.
 
     Cost O(N D^2) for the codes; for a query O(n D) for scanning them, as for exact scores, and
     O((kept + drawn) (D + Dv)). Exact attention is faster.
@@ -110,10 +107,10 @@ def error_bars(
         raise ValueError(f"plan: expected one with Softmax(), got {plan.weights}; draws are by weights of softmax")
     if options.get("distance_bias") is not None:
         raise ValueError("distance_bias: expected None, got a table; codes contain no distances, so leave it out")
-    for name, rows in {"query": query, "key": key, "value": value}.items():
-        if isinstance(rows, Tensor) and rows.requires_grad:
-            raise ValueError(f"{name}: expected no gradient, which error bars do not have; pass {name}.detach()")
     choice = choose(plan.never_exact(), checked(query, key, value, **options))
+    for name, rows in {"query": query, "key": key, "value": value}.items():
+        if rows.requires_grad:
+            raise ValueError(f"{name}: expected no gradient, which error bars do not have; pass {name}.detach()")
     if choice.is_exact:
         output, zero = run(choice), query.new_zeros(query.shape[:3], dtype=torch.float32)
         return ErrorBars(output, zero, zero == 0, zero.int())
@@ -125,14 +122,13 @@ def error_bars(
     x = graph.inputs
     per_query = x.batch * x.query_heads * (4 * x.keys + most * (x.head_dim + 2 * x.value_dim))
     step = max(1, at_once(x.query) // per_query)
-    starts = range(x.placeholders, x.queries, step)
-    parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
+    parts = [sampled.attend(start, min(x.queries, start + step)) for start in range(x.placeholders, x.queries, step)]
     output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     return ErrorBars(restore(output), bar.float(), bar <= error, drawn)
 
 
 class _Sampled:
-    """Attention to kept and drawn keys. Keys and values are flat: one row for each sequence and key head."""
+    """Attention to kept and drawn keys. Keys and values have a row for each sequence and key head."""
 
     def __init__(self, graph: Graph, generator: torch.Generator, error: float, miss: float, most: int) -> None:
         x = graph.inputs
@@ -197,7 +193,7 @@ class _Sampled:
         return score.double(), self.value[head, place].double()
 
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (R, most) by their weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
+        """Keys (R, most) drawn by weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
 
         All rows draw as often, so that a row's draws do not depend on others.
         """
@@ -214,7 +210,7 @@ class _Sampled:
 
 
 def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:
-    """How far the mean of `count` vectors may be from its expectation, missed with a probability of at most `miss`.
+    """How far the mean of `count` vectors may be from its expectation, but for a probability of at most `miss`.
 
     deviation: the root of the trace of their covariance; bound: of their lengths.
     """

@@ -1,11 +1,10 @@
-"""Exact attention in bounded blocks: the reference for every plan of a comparison.
+"""Exact attention, the reference for every plan of a comparison: `W = softmax(scale * query key^T)`, output `W value`.
 
-`W = softmax(scale * query key^T)`, output `W value`. `W` is n x n, so it exists for one block of sequences and heads at
-a time, and is shared by all plans.
+`W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -20,17 +19,15 @@ BLOCK = 2**22
 takes as long as the arithmetic.
 """
 TIMED = 2**25
-"""Entries of W that plans are timed on at most: oracles store them."""
+"""The most entries of W that plans are timed on: oracles store them."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Block(AttentionInputs):
-    """Sequences and heads of one attention call, without padding: its query heads `heads`, its sequences from
-    `sequence` on.
-    """
+    """A part of an attention call, without padding: its query heads `heads`, its sequences from `sequence` on."""
 
-    heads: slice = field(default_factory=lambda: slice(None))
-    sequence: int = 0
+    heads: slice
+    sequence: int
 
     @property
     def bias(self) -> Tensor | None:
@@ -42,15 +39,16 @@ class Block(AttentionInputs):
 
     @property
     def past(self) -> Tensor:
-        """(N, Nk) marks the keys that a causal query sees."""
+        """(N, Nk) marks the keys that a query sees."""
         size = (self.query.shape[2], self.key.shape[2])
-        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
+        seen = torch.ones(size, dtype=torch.bool, device=self.query.device)
+        return seen.tril(self.query_offset) if self.is_causal else seen
 
 
 @dataclass(frozen=True)
 class Exact:
     """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), the number `visible` (N,) of keys
-    that a query sees, and `heavy` (B, H, N, Nk), which marks the weights >= eps.
+    that a query sees, and `heavy` (B, H, N, Nk): the weights >= eps.
     """
 
     weights: Tensor
@@ -60,7 +58,7 @@ class Exact:
 
 
 def first_sequence(call: AttentionInputs) -> Block:
-    """The first sequence of a call that has tokens, with as many of its heads as have `TIMED` entries of W at most."""
+    """The first sequence of a call that has tokens, with as many heads as have `TIMED` entries of W at most."""
     entries = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
     return next(blocks(call, min(entries, TIMED)))
 
@@ -73,9 +71,8 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     query, key, value = call.query, call.key, call.value
     mask = None if call.key_mask is None or bool(call.key_mask.all()) else call.key_mask
     if mask is not None and call.query_offset:
-        raise ValueError(
-            f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
-        )
+        got = call.query_offset
+        raise ValueError(f"query_offset: expected 0 for padded sequences, got {got}; capture whole sequences")
     if mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     group = query.shape[1] // key.shape[1]
@@ -88,8 +85,8 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
             real = mask[b]
             if not bool(real.any()):
                 continue
+            q = q[:, :, real] if q.shape[2] == k.shape[2] else q
             k, v = k[:, :, real], v[:, :, real]
-            q = q[:, :, real] if query.shape[2] == key.shape[2] else q
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
             query_heads = slice(h * group, min((h + heads) * group, query.shape[1]))
@@ -105,13 +102,11 @@ def exact(block: Block, eps: float) -> Exact:
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
     if (bias := block.bias) is not None:
         weights += bias
-    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
+    past = block.past
     if block.is_causal:
-        past = block.past
         weights.masked_fill_(~past, -torch.inf)
-        visible = past.sum(-1)
     weights = weights.softmax(-1)
-    return Exact(weights, weights @ value, visible, weights >= eps)
+    return Exact(weights, weights @ value, past.sum(-1), weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 QUERIES, HEADS = 4, 512
-"""Queries of a sample in models of up to so many heads in all; larger models have fewer, but at least one."""
+"""Queries of a sample in models of up to so many heads; larger models have fewer, but at least one."""
 HEAVIEST = 16
 """Keys of a query in a sample."""
 
@@ -49,7 +49,7 @@ class HeaviestKeys:
         self.weights[layer].append(largest)
 
     def kept(self, layer: int, edges: Tensor) -> list[str]:
-        """For each head of the block that was added last, a flag for each of its keys: is it in `edges` (H, N, Nk)?"""
+        """For each head of the block added last, a flag for each of its keys: whether `edges` (H, N, Nk) have it."""
         flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
@@ -64,7 +64,7 @@ class HeaviestKeys:
 
 @dataclass
 class Entry:
-    """One plan of a comparison. `reason`: why it was skipped; None while it runs."""
+    """One plan of a comparison. `reason`: why it was skipped, if it was."""
 
     name: str
     budget: int | None
@@ -84,25 +84,23 @@ class Entry:
         return "exact" if self.plan.keep is None else "oracle" if self.plan.keep.is_oracle else "method"
 
     def plans(self, layer: int, block: Block) -> Sequence[Plan]:
-        """The plan of each key head of a block, or one for all, without the way out to exact attention."""
-        if isinstance(self.plan, Plan):
-            return [self.plan.never_exact()] * block.key.shape[1]
-        first = block.heads.start * block.key.shape[1] // block.query.shape[1]
-        plans = self.plan[layer] if len(self.plan[layer]) == 1 else self.plan[layer][first : first + block.key.shape[1]]
+        """The plan of each key head of a block, or one for all, without `exact_if_faster`."""
+        plans = [self.plan] if isinstance(self.plan, Plan) else self.plan[layer]
+        if len(plans) > 1:
+            first = block.heads.start * block.key.shape[1] // block.query.shape[1]
+            plans = plans[first : first + block.key.shape[1]]
         return [plan.never_exact() for plan in plans]
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """A generator seeded by `where` (which begins with the seed) and this row."""
-        return torch.Generator(device).manual_seed(self.seed(where))
-
-    def seed(self, where: str) -> int:
-        return zlib.crc32(f"{where}/{self.name}/{self.budget}".encode())
+        seed = zlib.crc32(f"{where}/{self.name}/{self.budget}".encode())
+        return torch.Generator(device).manual_seed(seed)
 
 
 def judge_block(
     entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl, keys: HeaviestKeys | None
 ) -> None:
-    """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally.
+    """Run the plan of an entry on one block, and add its errors to the tally.
 
     `keys`: the sample, if the block begins with the first sequence.
     """
@@ -113,7 +111,7 @@ def judge_block(
     price = output.new_zeros(inputs.query_heads)
     for plan, index, part in by_plan(inputs, entry.plans(layer, block)):
         heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
-        generator.manual_seed(entry.seed(where))
+        generator.manual_seed(generator.initial_seed())
         part_output, graph = answer(choose(plan, part))
         output[:, heads] = part_output.float()
         edges[:, heads] = graph.mask(graph.inputs.placeholders, graph.inputs.queries)
@@ -131,7 +129,7 @@ def judge_block(
 
 @full_precision()
 def answer(choice: Choice) -> tuple[Tensor, Graph]:
-    """The output of a choice on inputs without padding, and the edges that it was computed from."""
+    """The output of a choice on inputs without padding, and its edges."""
     if choice.is_exact:
         return run(choice), Graph(choice.inputs, full=True)
     (part,), restore = canonicalise(choice)
@@ -158,9 +156,7 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
-    bias = block.bias
-    bias = None if bias is None else bias.to(block.query.dtype)
+    if (bias := block.bias) is not None:
+        return bias.to(block.query.dtype).masked_fill(~block.past, -torch.inf)
     # The fused causal kernel requires that query 0 stands at key 0.
-    if not block.is_causal or (block.query_offset == 0 and bias is None):
-        return bias
-    return block.past if bias is None else bias.masked_fill(~block.past, -torch.inf)
+    return block.past if block.is_causal and block.query_offset else None

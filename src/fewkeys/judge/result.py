@@ -28,25 +28,25 @@ class Row:
     The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
 
     Attributes:
-        name: together with `budget` it is unique in a report.
+        name: unique in a report together with `budget`.
         budget: the requested slots; None for a plan that was not made for a budget (exact attention).
         kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
         plan: the plan in words; `config`: as `Plan.to_dict()` gives it.
-        slots: mean slots used per query: kept keys plus the price of the stand-ins.
-        error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the
-            same population (to within 0.1 percent, from a histogram).
-        worst_head: [layer, head] with the largest mean error, which is `worst_head_error`.
-        mass: mean share of the exact attention weight of a query that lies on its kept keys.
+        slots: mean slots per query: kept keys plus the price of the stand-ins.
+        error: mean relative error over queries, heads and layers; `error_p50`, `error_p90`: quantiles (to within 0.1
+            percent, from a histogram).
+        worst_head: [layer, head] with the largest mean error, `worst_head_error`.
+        mass: mean share of a query's exact attention weight on its kept keys.
         recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
-        cosine: between the mean-pooled last hidden states of the exact model and of the model with this plan in every
+        cosine: between mean-pooled last hidden states of the exact model and of the model with this plan in every
             layer, mean over sequences; `cosine_min`: of the worst sequence; `token_cosine`: between the last hidden
-            states of each token, mean over tokens. All None if no model was given.
-        ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`).
-        exact_ms: the same for exact attention (`scaled_dot_product_attention`), measured in turns with the plan.
-        per_layer: lists of length `layers` under "error", "mass", "recall" and "slots".
-        per_head: lists of `layers` lists of `query_heads` numbers under "error", "mass" and "recall".
-        kept: for each layer and query head, a character for each query and key of `Report.sample`, in their order: "1"
-            if the plan keeps the key.
+            states of each token, mean over tokens. All None without a model.
+        ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`); `exact_ms`: of
+            `scaled_dot_product_attention`, in turns with the plan.
+        per_layer: a number for each layer under "error", "mass", "recall" and "slots".
+        per_head: a list for each layer, a number for each query head, under "error", "mass" and "recall".
+        kept: for each layer and query head, a character for each query and key of `Report.sample`: "1" if the plan
+            keeps the key.
     """
 
     name: str
@@ -87,8 +87,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class WholeTime:
-    """A whole model of the same shape with the plan of the row `name`, `budget` in every layer, on one text of `length`
-    tokens: median milliseconds over `turns`, and `exact_ms` of exact attention, measured in turns with it.
+    """A model of the same shape with the plan of the row `name`, `budget` in every layer, on one text of `length`
+    tokens: median milliseconds over `turns`, and `exact_ms` of exact attention, in turns with it.
     """
 
     name: str
@@ -112,11 +112,8 @@ class Skipped:
 class Sample:
     """A few queries of the first sequence, and the keys with their largest weights in exact attention.
 
-    Attributes:
-        queries: positions.
-        keys, weights: for each layer, query head and query, the positions of its keys and their weights, the heaviest
-            first.
-        tokens: of the sequence, as its tokenizer writes them; empty if unknown.
+    `queries`: positions. `keys`, `weights`: for each layer, query head and query, the positions of its keys and their
+    weights, the heaviest first. `tokens`: of the sequence, as its tokenizer writes them; empty if unknown.
     """
 
     queries: list[int]
@@ -137,13 +134,12 @@ class Report:
         model: name or folder of the model.
         layers, query_heads, kv_heads, head_dim, value_dim, is_causal: of its attention.
         sequences, length, tokens: sequences judged, the longest one, and all valid tokens together.
-        settings: "eps", "seed", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and the caller's
-            additions (the command line adds "text").
-        versions: of fewkeys, python, torch, and transformers where it was used.
-        machine: "cpu", "cores", "threads", "platform", "device".
+        settings: "eps", "seed", "impl", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and the
+            caller's additions (the command line adds "text").
+        versions, machine: as `fewkeys.bench.machine` gives them.
         rows: one per plan and budget, in the order given.
         skipped: plans that gave no row.
-        whole_times: of whole models at other lengths, where they were asked for (`fewkeys compare --lengths`).
+        whole_times: of whole models at other lengths (`fewkeys compare --lengths`).
         sample: a few queries in detail; None where the first sequence is all padding.
     """
 
@@ -170,9 +166,9 @@ class Report:
         front = self.front()
         chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
         lines, _ = aligned([_cells(row) for row in chosen])
-        left = len(self.rows) - len(chosen)
-        notes = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
-        return "\n".join([*lines, *notes, *(f"left out: {item.name}: {item.reason}" for item in self.skipped)])
+        if left := len(self.rows) - len(chosen):
+            lines.append(f"and {left} rows that another one beats: fewkeys.report.print_table(report)")
+        return "\n".join([*lines, *(f"left out: {item.name}: {item.reason}" for item in self.skipped)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -186,7 +182,7 @@ class Report:
         return rows[0]
 
     def front(self) -> list[Row]:
-        """The methods that no other one beats, by slots: none has both less error and no more slots."""
+        """The methods, by slots, for which no other one has both less error and no more slots."""
         rows: list[Row] = []
         for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
             if row.kind == "method" and (not rows or row.error < rows[-1].error):
@@ -211,11 +207,11 @@ class Report:
         return sorted(times, key=lambda item: item.length)
 
     def with_settings(self, **more: Any) -> Report:
-        """The same report with more settings noted (they must be JSON values)."""
+        """The same report with more settings (JSON values)."""
         return replace(self, settings=plain({**self.settings, **more}))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object, made of dicts, lists, strings and numbers, without the checksum."""
+        """The JSON object, without the checksum."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -239,7 +235,7 @@ class Report:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read what `save` wrote, unchanged: the checksum shows it. Raises ValueError for other files."""
+        """Read what `save` wrote. Raises ValueError for other files, and for those that were changed."""
         try:
             return cls.from_dict(unseal(parse(Path(path).read_bytes()), required=True))
         except ValueError as error:
@@ -260,5 +256,5 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """The value after a round trip through JSON (tuples become lists), so that a report equals its copy from a file."""
+    """The value as JSON reads it (tuples become lists), so that a report equals its copy from a file."""
     return json.loads(json.dumps(value, allow_nan=False))

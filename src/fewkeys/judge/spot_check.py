@@ -25,12 +25,12 @@ class SpotCheck:
 
     Attributes:
         error: the estimate, unbiased.
-        low, high: the ends of its interval.
-        confidence: the probability that the interval contains the mean over all queries.
+        low, high: the interval.
+        confidence: the probability that it contains the mean over all queries.
         queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
             plan is exact attention on such input.
         of: how many there are. If `queries` equals `of`, error, low and high are the error itself.
-        per_head: the estimate of each query head. Empty in the result for a whole model.
+        per_head: the estimate of each query head; empty for a whole model.
         per_layer: the result of each layer of a whole model.
     """
 
@@ -67,7 +67,7 @@ def check_tensors(
 
 
 def check_options(queries: int, confidence: float) -> None:
-    """Raise for fewer than two queries, which give no variance, or a confidence outside (0, 1)."""
+    """Raise for fewer than two queries, which have no variance, or a confidence outside (0, 1)."""
     check_count("queries", queries, least=2)
     check_real("confidence", confidence, above=0.0, below=1.0)
 
@@ -77,8 +77,7 @@ def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
-    # Errors are relative, and squares of large outputs would overflow.
-    inputs, _ = rescaled(inputs.clear())
+    inputs, _ = rescaled(inputs.clear())  # squares of large outputs would overflow
     estimates = []
     for part_plan, key_heads, part in by_plan(inputs, plan):
         heads = torch.arange(inputs.query_heads, device=key_heads.device).view(inputs.kv_heads, -1)[key_heads].flatten()

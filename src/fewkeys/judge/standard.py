@@ -9,30 +9,28 @@ OURS = "fewkeys budget"
 CONTROLS = ("random keys", "key norm")
 """The rows that show what a method must beat."""
 SINKS = 4
-"""First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
+"""First keys of "sinks + window", as many as streaming attention keeps (arXiv 2309.17453)."""
 
 
 def standard_plans(
     slots: int, *, is_causal: bool = False, head_dim: int | None = None, length: int | None = None
 ) -> dict[str, Plan]:
-    """Every standard row at `slots` slots per query, by the name it has in tables and figures.
+    """Every standard row at `slots` slots per query, by its name in tables and figures.
 
-    - "exact": no approximation.
     - "top-k per query (oracle)", "best shared columns (oracle)" (the keys with the largest total weight, the same for
       all queries of a head): they compute all scores, and are bounds only.
-    - "random keys" and "key norm": the controls.
+    - "random keys", "key norm": the controls.
     - "window", "sinks + window", "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage (centred)", and
       "leverage + window" (half each, raw).
-    - "moments": a Gaussian stand-in for all dropped keys, whose price is fixed by `head_dim`, and a window of the
-      other slots.
+    - "moments": a Gaussian stand-in for all dropped keys, whose price depends on `head_dim`, and a window of the other
+      slots.
     - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
 
     Raises ValueError if `slots` is not a positive int.
     """
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ValueError(f"slots: expected an int >= 1, got {slots!r}; pass a number of keys, such as 64")
-    sinks = min(SINKS, slots)
-    half = slots // 2
+    sinks, half = min(SINKS, slots), slots // 2
     spare = 0 if head_dim is None else int(slots - Moments().slots(head_dim, head_dim))
     keeps = {
         "exact": None,

@@ -9,7 +9,7 @@ _LOW, _HIGH, _BINS = -8.0, 4.0, 16_384
 
 class Tally:
     """Totals over the queries of one plan, (layers, heads), float64: the number `queries`, the sums of `error`, `mass`
-    and `slots`, and the numbers of `heavy` entries and of those that are kept, `heavy_kept`.
+    and `slots`, and the numbers of `heavy` entries and of the kept ones, `heavy_kept`.
     """
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -20,7 +20,7 @@ class Tally:
     def add(
         self, layer: int, heads: slice, errors: Tensor, mass: Tensor, slots: Tensor, heavy: Tensor, heavy_kept: Tensor
     ) -> None:
-        """Add `errors`, `mass` and `slots` (B, H, N) of the queries of a block, and marks of entries (B, H, N, Nk)."""
+        """Add `errors`, `mass` and `slots` (B, H, N) of a block, and marks of entries (B, H, N, Nk)."""
         self.queries[layer, heads] += errors.shape[0] * errors.shape[2]
         for total, numbers in ((self.error, errors), (self.mass, mass), (self.slots, slots)):
             total[layer, heads] += numbers.double().sum((0, 2)).cpu()

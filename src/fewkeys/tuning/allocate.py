@@ -13,7 +13,7 @@ def within_slots(cost: Tensor, slots: Tensor, budget: float) -> Tensor:
 
     `cost` and `slots` (H, K); an infinite cost is no candidate. Minimises `cost + price * slots` for each head at the
     lowest price that the budget allows (the optimum among all choices of that many slots), and spends what is left
-    where it gains most per slot. Raises `ValueError` where even the cheapest are too many slots.
+    where it gains most per slot. Raises `ValueError` if the cheapest are too many slots.
     """
     cost, slots = cost.double(), slots.double()
     _, choice = _bisect(cost, slots, lambda choice: _mean(slots, choice) <= budget)
@@ -31,7 +31,7 @@ def within_error(cost: Tensor, slots: Tensor, error: Tensor, most: float) -> Ten
 
 
 def _bisect(cost: Tensor, slots: Tensor, is_dear: Callable[[Tensor], bool]) -> tuple[Tensor, Tensor]:
-    """The choices at the highest price per slot that is not dear, and at the lowest one that is, by bisection."""
+    """The choices at the highest price per slot that is not dear, and at the lowest one that is."""
     finite = cost.isfinite()
     gaps = slots[finite].unique().diff()
     least = float(gaps.min()) if gaps.numel() else 1.0

@@ -1,4 +1,4 @@
-"""The plans that tuning chooses from: how a number of slots may be split, and which rule picks the heavy keys."""
+"""The plans that tuning chooses from: splits of a number of slots, and rules for the heavy keys."""
 
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -16,7 +16,7 @@ COHORTS = 32
 HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 1 / 4)
 """Shares of the slots that are tried."""
 STEP_SLOTS = 1 / 8
-"""The change of the slots between a candidate and its neighbours, as a share."""
+"""The relative change of the slots between a candidate and its neighbours."""
 SCAN_MEANS = (1 / 32, 1 / 8)
 """Shares of the slots for means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
@@ -38,8 +38,8 @@ STEP = Split(1 / 16, 1 / 8, 1 / 16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and the slots that a query pays for it: the most that it can keep (of recent blocks: on average over a
-    block), plus its stand-ins. `split`: the shares that it was made from, if any.
+    """A plan and the slots that a query pays for it: the most keys (of recent blocks: on average over a block), plus
+    stand-ins. `split`: the shares that it was made from, if any.
     """
 
     plan: Plan
@@ -56,12 +56,10 @@ def splits(
     memory: Literal["all", "constant"] = "all",
     biased: bool = False,
 ) -> list[Candidate]:
-    """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
+    """`budget(slots)`, the plans that `fewkeys.tune` names at every level, and exact attention over `keys` keys; in a
+    fixed order. For causal scores with a bias of the distance (`biased`), sinks and a window in place of the first.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: scans,
-    and sinks with small windows. In constant memory: recent blocks and running means, with and without sinks; and
-    sinks, leverage (centred) and window. Causal and `biased` (scores have a bias of the distance): the latter alone,
-    and sinks and a window for `budget(slots)`. `width` is D + Dv, which sets the price of the first-order term.
+    width: D + Dv, which sets the price of the first-order term.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -74,22 +72,23 @@ def splits(
             plans = _searched(size, slots) if searched else _lists(size) if listed else _running(size) + _lists(size)
             candidates += [Candidate(plan, size) for plan in plans]
         else:
-            candidates += [item for shares in product(HEAVY, WINDOW, RANK) for item in _split(size, *shares, width)]
+            for shares in product(HEAVY, WINDOW, RANK):
+                candidates += _split(size, Split(*shares), width)
     # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(candidates))
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours of a candidate: more or less of a share or of the slots, or other rules for the heavy keys."""
+    """The neighbours of a candidate: more or less of a share or of the slots, or another rule for heavy keys."""
     plan, split, candidates = candidate.plan, candidate.split, []
     if split is not None:
         for name, step in STEP._asdict().items():
             for share in (getattr(split, name) + step, getattr(split, name) - step):
                 if share >= 0:
-                    candidates += _split(candidate.slots, *split._replace(**{name: share}), width)
+                    candidates += _split(candidate.slots, split._replace(**{name: share}), width)
         for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS):
-            candidates += _split(round(candidate.slots * factor), *split, width)
+            candidates += _split(round(candidate.slots * factor), split, width)
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
@@ -97,10 +96,10 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     return candidates
 
 
-def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> list[Candidate]:
+def _split(slots: int, split: Split, width: int) -> list[Candidate]:
     """The candidate of these shares; none where no two means are left."""
-    outliers, ranks = max(1, int(slots * heavy)), int(slots * rank)
-    near = int(slots * window) | 1 if window else 0
+    outliers, ranks = max(1, int(slots * split.heavy)), int(slots * split.rank)
+    near = int(slots * split.window) | 1 if split.window else 0
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
@@ -108,11 +107,11 @@ def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> 
         return []
     kept = [Outliers(outliers, means, COHORTS), *([Window(near)] if near else [])]
     plan = Plan(united(kept), ClusterMeans(means, ranks, COHORTS), exact_if_faster=True)
-    return [Candidate(plan, slots, Split(heavy, window, rank))]
+    return [Candidate(plan, slots, split)]
 
 
 def _searched(slots: int, mean: int) -> list[Plan]:
-    """Scans with few and many means, and for heads that need less than the mean, sinks and a window."""
+    """Scans with few and many means; for heads that need less than the mean, sinks and a window."""
     many = [max(1, int(slots * share)) for share in SCAN_MEANS]
     scans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
     return [*scans, _near(slots)] if SINKS < slots < mean else scans
@@ -123,13 +122,11 @@ def _scan(count: int, means: int) -> Plan:
 
 
 def _near(slots: int) -> Plan:
-    """Sinks and a window."""
     sinks = SINKS if slots > SINKS else 0
     return _with_sinks(sinks, Window(slots - sinks))
 
 
 def _running(slots: int) -> list[Plan]:
-    """Recent blocks and running means, with and without sinks."""
     plans = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks

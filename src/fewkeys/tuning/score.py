@@ -1,8 +1,7 @@
-"""The errors of every candidate plan in every head of one layer, by which tuning chooses.
+"""The errors of candidate plans in every head of one layer, by which tuning chooses: means over the real queries.
 
-Errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query, W_h
-the slice of the output projection that reads it (the identity where it is not known), and g_h the gradient of the
-model's predictions (where captured):
+With `e_h = o~_h - o_h` the error of head h at a query, W_h the slice of the output projection that reads it (the
+identity where it is not known), and g_h the gradient of the model's predictions (where captured):
 
     relative       |e_h| / |o_h|                             the error that reports show
     added          |W_h e_h|^2 / |sum_g W_g o_g|^2           what the head adds to the squared relative error of the
@@ -30,7 +29,7 @@ from fewkeys.tuning.candidates import Candidate
 
 class Scores(NamedTuple):
     """Errors (key heads, K), float64: means over queries, and over the query heads that share keys. `output_change` is
-    zero where the capture holds no gradients.
+    zero without captured gradients.
     """
 
     relative: Tensor
@@ -43,8 +42,8 @@ def score_layer(
 ) -> Scores:
     """Run every candidate in every head of a layer, over all batches. `done` is called after each candidate and batch.
 
-    Candidates share query moments, key statistics, and clusters of the same number. Cost: one exact attention, and each
-    candidate's own, per batch. Memory: one batch and one candidate.
+    Candidates share query moments, key statistics, and clusters of the same number. Cost per batch: one exact attention
+    and every candidate. Memory: one batch and one candidate.
     """
     projection = capture.projection(layer)
     total = torch.zeros(3, capture.kv_heads, len(candidates), dtype=torch.float64)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,14 +56,14 @@ def tune(
     or, where the capture holds gradients, sum_h output_change_h, at the price per slot that the budget allows
     (Lagrange; the optimum among all choices of that many slots). `fewkeys.tuning.score` defines these errors: added_h
     is that of the layer's output *after the output projection*, relative_h that of the head's own output. `budget` is
-    `fewkeys.budget(slots)`, and for causal scores with a bias sinks and a window.
+    `fewkeys.budget(slots)`; for causal scores with a bias, sinks and a window.
 
     Args:
         capture: from `fewkeys.capture`, on text like the text that the model will see.
-        slots: slots per query, on average over all heads of the model; default 64.
+        slots: per query, on average over all heads of the model; default 64.
         max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
             are then as few as the candidates allow.
-        directory: where finished layers are stored, so that an interrupted run on the same capture goes on.
+        directory: for finished layers, so that an interrupted run on the same capture goes on.
         memory: of causal plans, as in `fewkeys.budget`.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
@@ -73,8 +73,7 @@ def tune(
         "slots", the "error" (mean relative error of head outputs) and the "layer_error" (of the layers' outputs after
         the projection) on the captured text.
 
-    Raises:
-        TypeError, ValueError: malformed arguments.
+    Raises `TypeError` or `ValueError` for malformed arguments.
 
     Cost: each of about 250 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
     layers of 12 heads take two to three minutes on two cores. Deterministic on a CPU.
@@ -92,18 +91,18 @@ def tune(
     if max_error is not None:
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
-    keys = max(call.key.shape[2] for call in capture.calls(0))
     if memory != "all" and not capture.is_causal:
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
-    width, causal = capture.head_dim + capture.value_dim, capture.is_causal
-    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
+    keys = max(call.key.shape[2] for call in capture.calls(0))
+    width = capture.head_dim + capture.value_dim
+    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width, memory=memory, biased=capture.biased)
     scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
         if capture.gradients:
             cost = _padded([score.output_change for score in scores])
-        else:  # the first candidate is budget(slots): both errors count by its own
+        else:  # the first candidate is budget(slots)
             added = _padded([score.added for score in scores])
             cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
         slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
@@ -139,7 +138,7 @@ def tune(
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows (H, K_l) of all layers, one below the other, filled with infinity to one length: (L H, K)."""
+    """Rows (H, K_l) of all layers, one below the other, filled up with infinity: (L H, K)."""
     longest = max(row.shape[1] for row in rows)
     return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
 
@@ -152,7 +151,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 @dataclass
 class _Scorer:
-    """Scores candidates layer by layer, and stores the scores in a folder so that an interrupted run can continue."""
+    """Scores candidates layer by layer, and stores the scores in a folder for interrupted runs."""
 
     capture: Capture
     folder: Path | None
@@ -167,36 +166,28 @@ class _Scorer:
         return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
 
     def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
-        path = self._path(layer, candidates)
-        if path is not None and (stored := _read(path, (self.capture.kv_heads, len(candidates)))) is not None:
-            self._step(layer, len(candidates) * self.capture.batches)
-            return stored
-        scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        def run() -> Scores:
+            return score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
+
+        if self.folder is None:
+            return run()
+        # The name holds a digest of all that the scores depend on.
+        facts = [self.capture.digest(layer), self.seed, torch.__version__, *(c.plan.to_dict() for c in candidates)]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        path = self.folder / f"scores-{layer:03d}-{name}.safetensors"
+        try:
+            _, tensors = tensor_files.read(path, KIND)
+            form = Form((self.capture.kv_heads, len(candidates)), torch.float64)
+            tensor_files.check(tensors, dict.fromkeys(Scores._fields, form))
+        except (OSError, ValueError):  # no such file, or it is not whole
+            scores = run()
+            self.folder.mkdir(parents=True, exist_ok=True)
             tensor_files.write(path, KIND, {}, scores._asdict())
-        return scores
+            return scores
+        self._step(layer, len(candidates) * self.capture.batches)
+        return Scores(**tensors)
 
     def _step(self, layer: int, amount: int = 1) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
-
-    def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
-        """The file of a layer's scores: its name holds a digest of all that they depend on."""
-        if self.folder is None:
-            return None
-        facts: list[Any] = [self.capture.digest(layer), self.seed, torch.__version__]
-        facts += [candidate.plan.to_dict() for candidate in candidates]
-        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-        return self.folder / f"scores-{layer:03d}-{name}.safetensors"
-
-
-def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
-    """The scores in a file, None where there is no such file or it is not whole."""
-    try:
-        _, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, dict.fromkeys(Scores._fields, Form(shape, torch.float64)))
-    except (OSError, ValueError):
-        return None
-    return Scores(**tensors)
