@@ -26,7 +26,7 @@ class Explanation:
     Attributes:
         runs: exact attention or the plan.
         reason: why.
-        exact_ms, plan_ms: the expected times of both; None if they do not decide.
+        exact_ms, plan_ms: the expected times; None if they do not decide.
         executor: the code that runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
         uncompiled: why `impl="auto"` does not run compiled kernels; None if it does.
         kernels: the instruction set of these kernels; None if they do not run.
@@ -51,10 +51,10 @@ class Explanation:
 
 @full_precision()
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
-    """What `fewkeys.attention` does with such a call on this machine, and why.
+    """What `fewkeys.attention` does with such a call on this machine, and why. It has the same arguments and errors.
 
-    Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends.
-    For a plan with `exact_if_faster` the first call measures the machine: on a CPU some tenths of a second.
+    It chooses keys and makes stand-ins, on which the executor depends. For a plan with `exact_if_faster` the first call
+    measures the machine: on a CPU some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")

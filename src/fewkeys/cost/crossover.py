@@ -2,24 +2,21 @@
 
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
 `c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
-takes as long as its sequences one after the other. Calls with gradients have lines of their own, which include the
-backward pass. Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU
-at `ON_GPU` tokens. `impl="auto"` measures lines when it first needs them, on a CPU in some tenths of a second, and
-keeps them (`fewkeys.cost.kept`): until they expire, the same call runs the same way in every process. If they cannot be
-kept, counts of operations decide (`fewkeys.cost.operations`).
+takes as long as its sequences one after the other. With gradients, lines include the backward pass.
 
-The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
-times improve. If that does not end, or more work takes less time, the lines are measured again soon.
+Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU at `ON_GPU`
+tokens. The runs take turns, so that other load disturbs all of them, and the fastest of each counts. `impl="auto"`
+measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`):
+until they expire, the same call runs the same way in every process. Lines of times that did not settle, or fell with
+more work, expire soon. Where none can be kept, counts of operations decide (`fewkeys.cost.operations`).
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,12 +36,11 @@ from fewkeys.plan import Plan
 ADVANTAGE = 0.9
 """The plan runs if it is expected to take at most this share of exact attention's time: lines have errors."""
 SHIPPED = 0.3
-"""Without measurements, the plan runs if it has at most this share of exact attention's operations: it is small because
-the operations of plans come in smaller pieces."""
+"""The same share of operations, where nothing was measured: small, since plans' operations come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
 """The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
 ON_GPU = 8192
-"""The length from which plans are measured on a GPU: shorter inputs take as long as it takes to start operations."""
+"""The same on a GPU, where shorter inputs take as long as it takes to start operations."""
 REACH = 128
 """Of the biases of distances that are measured, as in T5 and MPNet."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
@@ -59,7 +55,7 @@ Point = tuple[float, float]
 
 
 class Line(NamedTuple):
-    """Milliseconds: `fixed + slope` times the number of units."""
+    """Milliseconds: `fixed + slope * units`."""
 
     fixed: float
     slope: float
@@ -70,7 +66,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts that determine the lines, beside the plan and the machine."""
+    """What determines the lines, beside the plan and the machine."""
 
     device: torch.device
     dtype: torch.dtype
@@ -85,7 +81,7 @@ class Setting:
     has_gradients: bool = False
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Setting:
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Self:
         kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
         facts = (query.shape[1], key.shape[1], key.shape[3], value.shape[3], torch.get_num_threads(), kernels)
         return cls(query.device, query.dtype, *facts, is_causal, is_biased, is_trained(query, key, value))
@@ -96,14 +92,11 @@ class Setting:
         return asdict(self) | {"device": device, "dtype": str(self.dtype)}
 
     def draw(self, length: int, *, queries: int | None = None) -> Inputs:
-        """Random inputs of `length` tokens; `queries`: only the last ones have queries."""
+        """Random inputs of `length` tokens, of which the last `queries` have queries."""
         generator = torch.Generator("cpu").manual_seed(0)
         queries = length if queries is None else queries
-        shapes = (
-            (1, self.query_heads, queries, self.head_dim),
-            (1, self.kv_heads, length, self.head_dim),
-            (1, self.kv_heads, length, self.value_dim),
-        )
+        of_keys = ((1, self.kv_heads, length, dim) for dim in (self.head_dim, self.value_dim))
+        shapes = ((1, self.query_heads, queries, self.head_dim), *of_keys)
         rows = (torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes)
         query, key, value = (tensor.to(self.device, self.dtype).requires_grad_(self.has_gradients) for tensor in rows)
         bias = query.new_zeros((self.query_heads, 2 * REACH + 1), dtype=torch.float32) if self.is_biased else None
@@ -111,8 +104,7 @@ class Setting:
         return check_inputs(query, key, value, is_causal=self.is_causal, query_offset=offset, distance_bias=bias)
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """Milliseconds that exact attention and the plan are expected to take."""
 
     exact: float
@@ -120,9 +112,9 @@ class Expected:
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
-    """Whether exact attention is not clearly slower than the plan. Reads no data.
+    """Whether exact attention is not clearly slower than the plan; it is taken to be where `goes_by_block`.
 
-    A plan that goes block by block is not measured on a GPU: exact attention is taken to be faster.
+    Reads no data.
     """
     if goes_by_block(inputs, plan):
         return True
@@ -133,7 +125,7 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
 
 
 def goes_by_block(inputs: Inputs, plan: Plan) -> bool:
-    """Whether the plan runs block by block on a GPU: in many operations of torch, as there are no kernels for it."""
+    """Whether the plan runs block by block on a GPU: in many operations of torch, since no kernel exists."""
     return inputs.query.device.type != "cpu" and (plan.rest.needs_causal or scan_share(inputs, plan) > 0)
 
 
@@ -154,20 +146,20 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The kept lines: of exact attention, of preparing the plan, and of attending by it."""
+    """The kept lines of exact attention, of preparing the plan, and of attending by it."""
     numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
 
 def _apart(measure: Callable[[], tuple[Numbers, bool]]) -> tuple[Numbers, bool]:
-    """`measure()` in a thread of its own: modes and hooks of the caller, as those of checkpoints, do not see it."""
+    """`measure()` in a thread of its own, unseen by the caller's modes and hooks, such as those of checkpoints."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(measure).result()
 
 
 @full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
-    """The lines, and whether they are reliable. The time to prepare is what a call takes beside attending."""
+    """The lines, and whether they are reliable. To prepare takes the time of a call less that to attend."""
     pairs, calm = timed_pairs(_points(setting, plan), setting)
     is_sound = calm and all(few[1] < many[1] for few, many in pairs)
     exact_pair, calls, attend = pairs
@@ -176,9 +168,8 @@ def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and a call that does them, two of each: exact attention, the whole plan, attending by it alone.
-
-    With gradients, the first two include the backward pass.
+    """Units of work and a call that does them, two of each: exact attention and the whole plan (with their backward
+    passes, if any), and attending by the plan alone.
     """
 
     def by_plan(x: Inputs) -> Tensor:
@@ -213,10 +204,7 @@ def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple
 
 
 def _through(points: Sequence[Point]) -> Line:
-    """The line through two points, with nonnegative coefficients.
-
-    If more work took no longer, the measurement was disturbed, and time is taken as proportional to work.
-    """
+    """The line through two points, with nonnegative coefficients: proportional if more work took no longer."""
     (x, first), (y, second) = points
     if second <= first:
         return Line(0.0, min(first / x, second / y))
@@ -226,7 +214,7 @@ def _through(points: Sequence[Point]) -> Line:
 
 @torch.no_grad()
 def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], bool]:
-    """The fastest time of each call in ms, after a first run that does not count; and whether the times settled."""
+    """The fastest time of each call in ms, after a first run to warm up; and whether the times settled."""
     for call in calls:
         call()
     best, calm, spent = [math.inf] * len(calls), 0, 0.0

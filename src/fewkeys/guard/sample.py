@@ -1,11 +1,8 @@
 """A plan's error, estimated from a few queries that are answered exactly.
 
-The real queries of a sequence, in order of position, are cut into strata of (almost) equal length, and one query is
-drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text add
-little to the variance of the mean.
+The real queries of a sequence are cut into strata of (almost) equal length, and one query is drawn from each (Cochran,
+Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text add little to the variance.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -21,13 +18,31 @@ from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.weights import Weights
 
 GROUP = 8
-"""Neighbouring strata that share one estimate of the variance."""
+"""Neighbouring strata with one estimate of the variance."""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
+
+    (P,): the number `count` of queries, how many were `drawn`, the numbers `heads` of the heads, the estimates `mean`
+    and their third central moments `third`. `variance` (P, G): the share of each group of strata in the variance of
+    `mean`; `freedom` (G,): the groups' degrees of freedom. On the CPU, float64; `heads`: int64.
+    """
+
+    count: Tensor
+    drawn: Tensor
+    heads: Tensor
+    mean: Tensor
+    variance: Tensor
+    third: Tensor
+    freedom: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class QuerySample:
     """Queries drawn for an exact answer: their positions `index` (B, Hq, m), and the number `size` (B, m) of queries in
-    each stratum. A sequence of at most m real queries is drawn as a whole: sizes of one, then padding of size zero.
+    each stratum. A sequence of at most m real queries is drawn whole: sizes of one, then padding of size zero.
     """
 
     index: Tensor
@@ -47,9 +62,9 @@ class QuerySample:
 
         A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
         group of about `GROUP` strata. On average that is at least the true variance if the strata of a group have one
-        length (Cochran, section 5A.12: `E S^2` is the mean variance within a stratum plus the variance of the strata's
-        means). It adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K is the group's third
-        k-statistic: right on average for errors in random order. A stratum that is drawn whole adds nothing.
+        length (Cochran: `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
+        `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K is the group's third k-statistic: right
+        on average for errors in random order. A stratum that is drawn whole adds nothing.
 
         heads: (Hq,) their numbers in the model.
         """
@@ -82,36 +97,17 @@ class QuerySample:
         return errors.masked_fill((self.size == 0).unsqueeze(1), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Estimates:
-    """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
-
-    (P,): the number `count` of queries, how many were `drawn`, the numbers `heads` of the heads, the estimates `mean`
-    and their third central moments `third`. `variance` (P, G): the share of each group of strata in the variance of
-    `mean`; `freedom` (G,): the groups' degrees of freedom. On the CPU, float64; `heads`: int64.
-    """
-
-    count: Tensor
-    drawn: Tensor
-    heads: Tensor
-    mean: Tensor
-    variance: Tensor
-    third: Tensor
-    freedom: Tensor
-
-
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Uniform numbers for `draw`, in float64."""
     check_drawn_once(generator)
-    if generator is None:  # the sampled queries must not depend on a plan's random keys: no plan uses this seed
+    if generator is None:  # no plan uses this seed: the sample must not depend on a plan's random keys
         generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
 
 
 def draw(inputs: Inputs, places: Tensor) -> QuerySample:
-    """One query from each of m strata, at the relative place in it given by `places` in [0, 1).
-
-    places: broadcastable to (B, Hq, m). Real queries are those of real tokens that see at least one key.
+    """One query from each of m strata, at the relative place in it given by `places` in [0, 1), broadcastable to
+    (B, Hq, m).
     """
     real, m = _real_queries(inputs), places.shape[-1]
     count = real.sum(-1, keepdim=True)
@@ -165,8 +161,8 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 def sampled_errors(
     inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 ) -> tuple[QuerySample, Tensor]:
-    """A sample at random places of this shape, and there `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of a plan's
-    output (B, Hq, Nq, Dv).
+    """A sample at random places of this shape, and the errors `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of `output`
+    there.
     """
     sample = draw(inputs, uniform(shape, generator, output.device))
     return sample, relative_error(take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()

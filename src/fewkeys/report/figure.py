@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fewkeys.plan import Plan
 
 LEAST_ERROR = 1e-4
-"""Smaller errors are left out: a logarithmic axis cannot show zero."""
+"""Smaller errors are left out of logarithmic axes."""
 
 # Colours of Okabe and Ito, for colour-blind readers. Wine, dashed: oracles. Grey: controls.
 LOOKS = {
@@ -47,7 +47,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write `error_figure` as PNG and PDF. Needs matplotlib."""
+    """Write `error_figure` as PNG and PDF."""
     save(error_figure(report), path)
 
 
@@ -77,7 +77,7 @@ def time_figure(report: Report) -> Figure:
 
 
 def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw the slots of each head and the error of each layer, as PNG and PDF. Needs matplotlib."""
+    """Draw the slots of each head and the error of each layer, as PNG and PDF."""
     parts = [[_parts(head) for head in heads] for heads in plan]
     flat = [head for heads in parts for head in heads]
     mean = plan.record.get("slots", sum(map(sum, flat)) / len(flat))
@@ -108,14 +108,14 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
 
 
 def _parts(plan: Plan) -> tuple[float, float, float, float]:
-    """The slots of a plan by kind, as in `KINDS`. A plan that keeps every key shows none."""
+    """The slots of a plan by kind, as in `KINDS`; none for exact attention."""
     window = sum(part.remembered.latest for part in plan.parts if part.remembered)
     others = sum(getattr(part, "count", None) or 0 for part in plan.parts)
     return float(window), float(others), float(plan.rest.clusters), float(getattr(plan.rest, "rank", 0))
 
 
 def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] | None = None) -> dict[str, Look]:
-    """Draw lines on logarithmic axes, with numbers at `marks` of the x axis, and a legend. Returns their styles."""
+    """Draw lines on logarithmic axes, with numbers at `marks` of x, and a legend. Returns their styles."""
     looks = looks_of(lines)
     for name, points in lines.items():
         draw(axes, [x for x, _ in points], [y for _, y in points], looks[name])

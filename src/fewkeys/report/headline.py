@@ -10,11 +10,11 @@ from fewkeys.judge.result import Report, Row
 from fewkeys.judge.standard import CONTROLS, OURS
 
 SMALL_ERROR = 0.1
-"""The recommended plan has the fewest slots among those with an error of at most this."""
+"""A recommended plan has the fewest slots among those with an error of at most this."""
 
 
 def headline(report: Report) -> str:
-    """The lengths at which exact attention is the right choice, and those at which a plan is faster, at what error."""
+    """From which length a plan is faster than exact attention, and at what error."""
     row = recommended(report)
     if row is None:
         return "No method stayed within its budget."
@@ -23,7 +23,7 @@ def headline(report: Report) -> str:
 
 def recommended(report: Report) -> Row | None:
     """The row with the fewest slots and an error of at most `SMALL_ERROR`, or else with the least error, among those
-    timed at several lengths, or else the best of each budget. Controls are not recommended.
+    timed at several lengths, or else the best of each budget but controls.
     """
     timed = {(item.name, item.budget) for item in report.whole_times}
     rows = [row for row in report.rows if row.kind == "method" and (row.name, row.budget) in timed]
@@ -35,10 +35,7 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length at which a ratio of times rises to 1, from (length, ratio) in order, interpolated between logarithms.
-
-    None if no ratio rises to 1.
-    """
+    """The length at which a ratio rises to 1, by logarithms, from (length, ratio) in order; None if it does not."""
     for (length, ratio), (longer, higher) in pairwise(points):
         if ratio < 1 <= higher:
             below = max(ratio, sys.float_info.min)

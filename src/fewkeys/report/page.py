@@ -18,12 +18,13 @@ from fewkeys.report.table import advice, cells, notes, skipped, sorted_rows, tit
 
 PAGE = Path(__file__).with_name("page.html")
 FIRST = ("plan", "error", "ms")
-"""The names of the first columns, which a narrow screen shows, begin with these."""
+"""Beginnings of the names of the first columns, which a narrow screen shows."""
 
 
 def save_page(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page. Needs matplotlib."""
+    """Write the page."""
     figures = [error_figure(report), *([time_figure(report)] if report.whole_times else [])]
+    data = json.dumps(_data(report), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(title(report)),
         "headline": escape(headline(report)),
@@ -32,7 +33,7 @@ def save_page(report: Report, path: str | os.PathLike[str]) -> None:
         "notes": _items([*notes(report).values(), *skipped(report)]),
         "table": _table(report),
         "pictures": "\n".join(map(svg, figures)),
-        "data": _json(_data(report)),
+        "data": data.replace("<", "\\u003c"),  # "<" could close the script element around it
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE.read_text(encoding="utf-8"))
     write_whole(path, page)
@@ -53,11 +54,6 @@ def _table(report: Report) -> str:
         label = f'<th scope="row">{escape(row.label)}{" *" if is_best else ""}</th>'
         lines.append(f'<tr class="{"best" if is_best else row.kind}">{label}{numbers}</tr>')
     return f'<table id="table"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-
-
-def _json(data: Any) -> str:
-    """JSON without "<", which could close the script element around it."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _about(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""A benchmark as a table and two pictures: time against length, and error against milliseconds."""
+"""A benchmark as a table and two pictures."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -51,10 +51,7 @@ def headline(settings: Mapping[str, Any], heads: int) -> str:
 
 
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Draw milliseconds per head against tokens, both logarithmic, as PNG and PDF. Needs matplotlib.
-
-    A vertical line marks the length from which a plan is faster than exact attention, interpolated between logarithms.
-    """
+    """Draw milliseconds per head against tokens, and mark where plans become faster, as PNG and PDF."""
     figure, (axes,) = sheet("Time of attention", title, names=1.5)
     timings: dict[str, list[Timing]] = {}
     for row in sorted(rows, key=lambda row: row.length):
@@ -72,13 +69,11 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
     """Draw the mean relative output error against milliseconds at the greatest length, as PNG and PDF.
 
-    Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention, without an error,
-    is a vertical line. Needs matplotlib.
+    Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line.
     """
     length = max(row.length for row in rows)
-    figure, (axes,) = sheet(
-        f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query", names=1.5
-    )
+    heading = f"Error against time at {length:,} tokens"
+    figure, (axes,) = sheet(heading, f"{title}; numbers are slots per query", names=1.5)
     last = sorted((row for row in rows if row.length == length), key=lambda row: row.ms)
     exact = next(row.ms for row in last if row.name == "exact")
     lines: dict[str, list[tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""The common style of all figures: panels, plain numbers on the axes, a legend beside each panel."""
+"""The common style of all figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a heading and rows x columns panels of about `size` inches, each with `names` inches for a legend.
 
-    It uses no global state of matplotlib: it works without a display and beside other plots.
+    It uses no global state of matplotlib, and so needs no display.
     """
     from matplotlib.figure import Figure
 
@@ -68,12 +68,12 @@ def say(axes: Axes, x: str, y: str, title: str = "") -> None:
 
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
-    """One line with its markers; broad lines are above the others."""
+    """One line with its markers; broad lines lie on top."""
     axes.plot(x, y, **look.options(), zorder=2 + look.width / 2, **more)
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
-    """A dashed vertical line with a label on its left, from `top` of the height down."""
+    """A dashed vertical line with a label on its left, from the share `top` of the height down."""
     axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
     place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
     label(axes, words, (x, top), (-3, 0), **place, rotation=90, fontsize=8.5, color=color)
@@ -103,7 +103,7 @@ def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[
 
 
 def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """A legend on the right of the panel, in the order of the lines' ends."""
+    """A legend on the right, in the order of the lines' ends."""
     from matplotlib.lines import Line2D
 
     names = sorted(ends, key=lambda name: -ends[name][1])

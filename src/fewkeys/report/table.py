@@ -11,7 +11,7 @@ from fewkeys.report.headline import headline
 DROP = ("recall", "p50", "worst head", "p90", "mass", "ms", "slots")
 """Columns that narrow terminals leave out, in this order."""
 WIDE = 116
-"""Characters in a line if there is no terminal."""
+"""Characters in a line without a terminal."""
 AT = "ms at {:,}"
 """The column of a whole model's time at a length."""
 TIMED = (
@@ -29,7 +29,7 @@ def show(
     drop: Sequence[str] = (),
     headings: Mapping[int, str] | None = None,
 ) -> str:
-    """The text of a table as wide as the terminal or `width`, with the notes on the columns that it shows."""
+    """A table as wide as the terminal or `width`, with the notes on the columns that it shows."""
     width = width or shutil.get_terminal_size((WIDE, 24)).columns
     lines, names = aligned(rows, width=width, drop=drop, headings=headings)
     note = " ".join(text for name, text in (notes or {}).items() if name in names)
@@ -37,10 +37,7 @@ def show(
 
 
 def print_table(report: Report, width: int | None = None) -> None:
-    """Print the table with its notes, the skipped plans, and the best plan for each budget.
-
-    The table is as wide as the terminal, or `width` characters.
-    """
+    """Print the table with notes, the skipped plans, and the best plan for each budget. `width`: as in `show`."""
     budgets = [row.budget for row in sorted_rows(report)]
     headings = {budgets.index(budget): f"{budget} slots" for budget in set(budgets) if budget is not None}
     indented = [{**row, "plan": f"  {row['plan']}"} for row in cells(report)]
@@ -73,9 +70,8 @@ def title(report: Report) -> str:
 def notes(report: Report) -> dict[str, str]:
     """The meaning of each column."""
     batch, heads, length, _ = report.settings["timed_shape"]
-    time = {"speed": "speed: exact attention's time / the plan's."}
-    if report.whole_times:
-        time = {AT.format(max(lengths(report))): TIMED}
+    of_length = lengths(report)
+    time = {AT.format(of_length[-1]): TIMED} if of_length else {"speed": "speed: exact attention's time / the plan's."}
     return {
         "slots": "slots: keys that a query attends to, plus the cost of stand-ins, on average.",
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
@@ -108,11 +104,11 @@ def advice(report: Report) -> list[str]:
     lines = []
     for budget in report.settings["budgets"] or [None]:
         row, bound = report.best(budget), report.oracle(budget)
-        where = "Best" if budget is None else f"Best within {budget} slots"
+        line = "Best: " if budget is None else f"Best within {budget} slots: "
         if row is None:
-            lines.append(f"{where}: no method stayed within the budget.")
+            lines.append(f"{line}no method stayed within the budget.")
             continue
-        line = f"{where}: {row.name} [{row.plan}], error {row.error:.3f}"
+        line += f"{row.name} [{row.plan}], error {row.error:.3f}"
         if bound is not None and bound.error > 0:
             line += f" = {row.error / bound.error:.2f} × the best oracle's"
         if not report.whole_times:
@@ -124,7 +120,7 @@ def advice(report: Report) -> list[str]:
 
 
 def cells(report: Report) -> list[dict[str, str]]:
-    """The cells of `sorted_rows` by the names of their columns. Columns without any number are left out."""
+    """The cells of `sorted_rows` by column. Columns without any number are left out."""
     rows = [_cells(report, row) for row in sorted_rows(report)]
     filled = {name for row in rows for name, cell in row.items() if cell != "-"}
     return [{name: cell for name, cell in row.items() if name in filled} for row in rows]
