@@ -134,6 +134,15 @@ def test_compare_names_its_page_and_times_whole_models(run, tmp_path):
     assert page.count("<svg") == 2
 
 
+@pytest.mark.parametrize(("slots", "timed"), [("4,32", [(OURS, 4)]), ("32", [])])
+def test_a_recommended_plan_that_is_exact_attention_is_not_timed(run, tmp_path, slots, timed):
+    """As many slots as tokens pay for every key: the row is exact attention, which has no budget."""
+    code, _, err = run(out=tmp_path / "out", lengths="16", slots=slots)
+    assert code == 0, err
+    times = Report.load(tmp_path / "out" / "results.json").whole_times
+    assert [(item.name, item.budget) for item in times] == timed
+
+
 def test_a_capture_has_no_model_to_time(run, tmp_path):
     assert run("capture", out=tmp_path / "capture")[0] == 0
     options = {"capture": tmp_path / "capture", "text": None, "model": None}

@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> None:
         options: dict[str, Any] = {"model": opened.model, "batches": opened.batches or None, "seed": arguments.seed}
         report = compare(captured, plans, **options, progress=step)
         lengths, times = arguments.lengths or [], []
-        timed = [row for row in report.rows if lengths and row.name in {OURS, *user_plans}]
+        # A recommended plan that pays for every key is exact attention, without a budget, and has its time.
+        wanted = {OURS, *user_plans}
+        timed = [row for row in report.rows if row.name in wanted and row.name in plans.get(row.budget, {})]
         timed_plans = [plans[row.budget][row.name] for row in timed]
         for number, length in enumerate(lengths):
             step(number, len(lengths), f"times of whole models at {length:,} tokens")
