@@ -139,8 +139,8 @@ PROMISES = (
     Breakage(
         "in any order or refused: steps back forget who was chosen",
         "core/fields.py",
-        "inner if derived and from_names else",
-        "inner if derived else",
+        "_rebuilt(inner, inner_name, change) for inner_name, inner, _ in",
+        "inner if derived else _rebuilt(inner, inner_name, change) for inner_name, inner, derived in",
         (Law("integrations/test_cache", "repeated_and_selected or taken_back"),),
     ),
     Breakage(

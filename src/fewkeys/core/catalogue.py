@@ -1,8 +1,7 @@
-"""The catalogues: which classes are public and may be loaded by name, filled as the classes are defined.
+"""The catalogues: which classes may be loaded by name, filled as the classes are defined.
 
-A concrete class of this package is listed if it derives from a `Listed` base and its name does not begin with an
-underscore. Classes defined elsewhere are not: a name in a file cannot load unexpected code. `class Mine(Selector,
-listed=True)` lists such a class, `listed=False` leaves one out.
+Public concrete classes of this package that derive from a `Listed` base are listed. Classes defined elsewhere are not,
+so that a name in a file cannot load unexpected code; `class Mine(Selector, listed=True)` lists one.
 """
 
 import inspect
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 PACKAGE = __name__.partition(".")[0]
 
 LATE = f"{PACKAGE}.papers"
-"""A package that no other one imports: it is loaded on the first name that no loaded class has."""
+"""Loaded on the first name that no loaded class has; no other package imports it."""
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class Listed:
 
 
 class Catalogue(Generic[T]):
-    """The listed concrete classes that derive from any of `bases`, in the order in which they were defined."""
+    """The listed concrete classes that derive from any of `bases`, in the order of their definition."""
 
     def __init__(self, *bases: type[Any]) -> None:
         self.bases = bases
@@ -51,12 +50,11 @@ class Catalogue(Generic[T]):
         )
 
     def get(self, name: str) -> type[T] | None:
-        """The class of this name; None if the catalogue has none."""
         kind = named_class(name)
         return kind if kind in [*self] else None
 
     def named(self) -> dict[str, type[T]]:
-        """The classes by name, as far as they are loaded."""
+        """The loaded classes by name."""
         return {kind.__name__: kind for kind in self}
 
 

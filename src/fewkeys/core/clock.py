@@ -7,7 +7,7 @@ import torch
 
 
 def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `work` takes, until a GPU has finished it."""
+    """Milliseconds that `work` takes."""
     start = _now(device)
     work()
     return _now(device) - start
@@ -20,5 +20,5 @@ def _now(device: torch.device) -> float:
 
 
 def in_words(milliseconds: float) -> str:
-    """The time with two significant figures: "0.012 ms", "1.5 ms", "100 ms", "12,000 ms"."""
+    """The time with two significant figures, such as "0.012 ms" and "12,000 ms"."""
     return f"{float(f'{milliseconds:.2g}'):,.12g} ms"

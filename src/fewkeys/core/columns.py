@@ -10,10 +10,10 @@ def aligned(
     drop: Sequence[str] = (),
     headings: Mapping[int, str] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """The lines of a table whose columns are the keys of the rows, and the names of the columns that are shown.
+    """The lines of a table with a column for each key of the rows, and the names of the columns that are shown.
 
-    A table wider than `width` loses columns in the order of `drop`; then cells of the first column are cut.
-    headings: lines to put above the rows of these numbers.
+    A table wider than `width` loses columns in the order of `drop`; then cells of the first column are cut. headings:
+    lines above the rows of these numbers.
     """
     if not rows:
         return [], []

@@ -1,4 +1,4 @@
-"""Constants for all kinds of derivatives; and derivatives of kernels by torch's operations."""
+"""Constants for all kinds of derivatives, and derivatives of kernels by torch's operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +15,18 @@ class constants:  # noqa: N801  # used like `torch.no_grad`, of which it is a fa
     """
 
     def __enter__(self) -> None:
-        self.found = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        self.before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         torch._C._set_grad_enabled(False)
         torch._C._set_fwd_grad_enabled(False)
 
     def __exit__(self, *_: object) -> None:
-        gradients, forward = self.found
+        gradients, forward = self.before
         torch._C._set_grad_enabled(gradients)
         torch._C._set_fwd_grad_enabled(forward)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread, in which checkpoints compute layers again."""
+    """Whether this thread runs a backward pass of autograd, in which checkpoints compute layers again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -36,15 +36,15 @@ def are_transformed(*tensors: Tensor) -> bool:
 
 
 def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
-    """The gradients of those `inputs` that require one, None for the others; differentiable if gradients are enabled.
+    """The gradients of the `inputs`, None for those that require none; differentiable if gradients are enabled.
 
-    outputs: pairs of an output of torch's operations and its gradient.
+    outputs: pairs of an output and its gradient.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     pairs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if not wanted or not pairs:
         return [None] * len(inputs)
-    results, gradients = ([pair[i] for pair in pairs] for i in (0, 1))
+    results, gradients = zip(*pairs, strict=True)
     again = torch.is_grad_enabled()
     parts = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
     return [next(parts) if tensor.requires_grad else None for tensor in inputs]
@@ -53,10 +53,7 @@ def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tenso
 def gradients_by_torch(
     compute: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """`gradients_of` for outputs of a kernel, which `compute(*inputs)` computes again by torch's operations.
-
-    gradients: of the outputs; None where an output has none.
-    """
+    """`gradients_of` for outputs of a kernel, which `compute(*inputs)` computes again; None: an output has none."""
     # Inputs may depend on each other: each copy gets its own part of the gradient alone.
     again = torch.is_grad_enabled()
     leaves = [rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
@@ -67,10 +64,7 @@ def gradients_by_torch(
 
 
 def recomputed(kernel: Callable[..., Tensor], by_torch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`kernel(*inputs)`, whose gradients are those of `by_torch(*inputs)`, computed again when they are needed.
-
-    Nothing but the inputs is stored for them.
-    """
+    """`kernel(*inputs)` with the gradients of `by_torch(*inputs)`, which the backward pass computes from the inputs."""
     output: Tensor = _Recomputed.apply(kernel, by_torch, *inputs)  # type: ignore[no-untyped-call]
     return output
 

@@ -13,15 +13,15 @@ class DistanceBias:
     """The bias of the score of a query at place i and key j: `table[h, clamp(j - i, -R, R) + R]`.
 
     table (Hq, 2 R + 1), in working precision. The bias of a stand-in is the logarithm of the mean of exp(bias) over its
-    keys that the query sees, with their weights in the stand-in, or with equal weights where cohorts have stand-ins. If
-    scores and distances were independent inside a cluster, its mass would be exact.
+    keys that the query sees, with their weights in the stand-in, or equal weights for cohorts. Its mass would be exact
+    if scores and distances were independent inside the cluster.
     """
 
     table: Tensor
 
     @property
     def reach(self) -> int:
-        """R: beyond it the bias is constant on either side."""
+        """R."""
         return self.table.shape[1] // 2
 
     @property
@@ -30,7 +30,7 @@ class DistanceBias:
         return self.table.detach().amax(-1)
 
     def heads(self, index: Tensor | slice, ratio: int) -> DistanceBias:
-        """The bias for the key heads `index`; `ratio` query heads read each."""
+        """The bias for the key heads `index`, each read by `ratio` query heads."""
         return DistanceBias(self.table.unflatten(0, (-1, ratio))[index].flatten(0, 1))
 
     def reaching(self, least: int, most: int) -> DistanceBias:
@@ -53,7 +53,7 @@ class DistanceBias:
         return self.at(head.unsqueeze(-1), torch.arange(keys, device=place.device) - place.unsqueeze(-1))
 
     def at(self, head: Tensor, distance: Tensor) -> Tensor:
-        """The bias of heads and distances `j - i`, of shapes that broadcast."""
+        """The bias of heads and distances `j - i`, broadcast."""
         return self.table[head, distance.clamp(-self.reach, self.reach) + self.reach]
 
 

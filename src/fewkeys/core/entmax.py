@@ -5,8 +5,8 @@
 [-1, 0). Hidden entries carry -inf; a row without visible entries gives zeros.
 
 For alpha <= 2 the sum is convex in tau, so Newton's steps from tau = -1 climb to the root and never pass it. For
-alpha = 2 a step solves for tau on the entries above the last one, and the last step is exact (Michelot, 1986); for
-others convergence is quadratic, and stops at rounding. For alpha > 2 tau is found by bisection. Nothing is sorted.
+alpha = 2 the last step is exact (Michelot, 1986); else convergence is quadratic, and stops at rounding. For alpha > 2
+tau is found by bisection. Nothing is sorted.
 """
 
 import math
@@ -32,7 +32,7 @@ def entmax(scores: Tensor, alpha: float) -> Tensor:
 
 
 def _shifted(rows: Tensor, alpha: float) -> Tensor:
-    """Fresh z (L, N): the largest entry of every row is 0, unless all are hidden."""
+    """Fresh z (L, N), whose rows have the largest entry 0 unless all are hidden."""
     if not rows.shape[-1]:
         return rows.clone()
     top = rows.detach().amax(-1, keepdim=True)
@@ -77,8 +77,7 @@ def _bisection(z: Tensor, power: float) -> Tensor:
 def _by_operations(rows: Tensor, alpha: float) -> Tensor:
     """The same by operations that have derivatives of every kind.
 
-    Newton's steps from the root do not move, but carry derivatives: the first step those of the first order, the second
-    those up to the third.
+    Newton's steps from the root do not move, but carry derivatives: one step the first, two steps the first three.
     """
     z, power = _shifted(rows, alpha), 1 / (alpha - 1)
     with constants():
@@ -91,7 +90,7 @@ def _by_operations(rows: Tensor, alpha: float) -> Tensor:
 
 
 def _raised(above: Tensor, power: float) -> Tensor:
-    """Powers of what is positive; zero, with all its derivatives, elsewhere."""
+    """Powers of what is positive, else zero with all its derivatives."""
     support = above > 0
     return torch.where(support, above, 1.0).pow(power) * support
 

@@ -1,8 +1,8 @@
 """Rescaling of inputs whose squares would overflow.
 
 Attention is the same for keys k / b and queries q b, and linear in the values; powers of two scale without rounding.
-The scores of a query beyond the size at which neighbouring floats are 64 apart are scaled down to it: one key has all
-the weight in either case.
+Scores so large that neighbouring floats are 64 or more apart are scaled down to that size: one key has all the weight
+in either case.
 """
 
 import math
@@ -37,7 +37,7 @@ def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: tor
 def rescaled(
     inputs: Inputs, strongest: Mapping[torch.dtype, int] = STRONGEST
 ) -> tuple[Inputs, Callable[[Tensor], Tensor]]:
-    """The problem, rescaled if it must be, and a function that makes its output that of the inputs, in their dtype.
+    """The problem, rescaled if it must be, and a function from its output to that of the inputs, in their dtype.
 
     The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
     float16, whose range is less than that of scores, becomes float32. `strongest`: log2 of the largest scores.
@@ -73,7 +73,7 @@ def rescaled(
 
 
 def _exponent(rows: Tensor, axes: int | tuple[int, ...]) -> Tensor:
-    """The least e with |entries| <= 2^e, at least -100, over `axes`, which stay with size 1."""
+    """The least e >= -100 with |entries| <= 2^e over `axes`, which keep size 1."""
     largest = working(rows.detach()).abs().amax(axes, keepdim=True)
     return largest.clamp_min(2.0**-100).log2().ceil().long()
 

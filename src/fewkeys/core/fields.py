@@ -1,7 +1,4 @@
-"""Growing arrays of rows, and the operations that all dataclasses of tensors share.
-
-The first dimension of every tensor is the batch.
-"""
+"""Growing arrays of rows, and operations of dataclasses of tensors, whose first dimensions are the batch."""
 
 from __future__ import annotations
 
@@ -17,15 +14,12 @@ LEAST = 256
 SPARE = 8
 """A larger capacity is the old one plus 1 / SPARE of it."""
 DERIVED: Mapping[str, bool] = {"derived": True}
-"""The metadata of a field that can be computed from the others and is not saved."""
+"""The metadata of a field that is computed from others and not saved."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """`rows` (..., count, X) in `storage` (..., capacity, X). Appending a row moves SPARE others, on average.
-
-    least: the first capacity.
-    """
+    """`rows` (..., count, X) in `storage` (..., capacity, X). Appending a row moves SPARE others, on average."""
 
     storage: Tensor
     count: int = 0
@@ -36,7 +30,6 @@ class Buffer:
         return self.storage.narrow(-2, 0, self.count)
 
     def make_room(self, count: int) -> None:
-        """Make room for `count` rows in all."""
         room = self.storage.shape[-2]
         if count > room:
             # Many rows at once get no spare room: the prompt may be the whole stream.
@@ -50,7 +43,7 @@ class Buffer:
         self.count = total
 
     def holding(self, rows: Tensor) -> Buffer:
-        """A buffer of the same kind with a copy of rows (..., N, X), in new memory."""
+        """A buffer of the same kind with a copy of rows (..., N, X)."""
         return Buffer(self._moved(rows, max(rows.shape[-2], self.storage.shape[-2])), rows.shape[-2], self.least)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
@@ -65,23 +58,20 @@ class Buffer:
 
 
 class Fields:
-    """Base of frozen dataclasses whose fields are tensors, `Buffer`s, other `Fields`, and tuples of these.
-
-    Fields of other types are facts, which stay as they are.
-    """
+    """Base of frozen dataclasses of tensors, `Buffer`s, other `Fields`, tuples of these, and facts, which stay."""
 
     def tensors(self, root: str = "") -> dict[str, Tensor]:
-        """All tensors by dotted names, in a fixed order, but for those of `DERIVED` fields."""
+        """All tensors but those of `DERIVED` fields, by dotted names, in a fixed order."""
         leaves = [(name, leaf) for name, leaf, derived in _leaves(self, root) if not derived]
         return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in leaves}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], root: str = "") -> Self:
         """The same with the tensors of these names; `KeyError` where one is missing."""
-        rebuilt: Self = _rebuilt(self, root, lambda leaf, name: tensors[name], from_names=True)
+        rebuilt: Self = _rebuilt(self, root, lambda leaf, name: tensors[name])
         return rebuilt
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed, also those of `DERIVED` fields."""
+        """The same with every tensor changed, also in `DERIVED` fields."""
         rebuilt: Self = _rebuilt(self, "", lambda leaf, name: change(leaf))
         return rebuilt
 
@@ -96,7 +86,7 @@ class Fields:
 
 
 def _leaves(part: object, name: str, derived: bool = False) -> Iterator[tuple[str, Tensor | Buffer, bool]]:
-    """The names of all tensors and buffers, and whether they are in derived fields."""
+    """All tensors and buffers: names, values, and whether they are derived."""
     if isinstance(part, Tensor | Buffer):
         yield name, part, derived
     for inner_name, inner, is_derived in _inside(part, name):
@@ -113,16 +103,13 @@ def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
             yield root + field.name, getattr(part, field.name), bool(field.metadata)
 
 
-def _rebuilt(part: Any, name: str, change: Callable[[Tensor, str], Tensor], from_names: bool = False) -> Any:
-    """The part with `change(tensor, name)` for every tensor; `from_names`: but for derived ones."""
+def _rebuilt(part: Any, name: str, change: Callable[[Tensor, str], Tensor]) -> Any:
+    """The part with `change(tensor, name)` for every tensor."""
     if isinstance(part, Tensor):
         return change(part, name)
     if isinstance(part, Buffer):
         return part.holding(change(part.rows, name))
-    inside = [
-        (inner_name, inner if derived and from_names else _rebuilt(inner, inner_name, change, from_names))
-        for inner_name, inner, derived in _inside(part, name)
-    ]
+    inside = {inner_name: _rebuilt(inner, inner_name, change) for inner_name, inner, _ in _inside(part, name)}
     if isinstance(part, Fields):
-        return replace(part, **{inner_name.rpartition(".")[2]: inner for inner_name, inner in inside})  # type: ignore[type-var]
-    return tuple(inner for _, inner in inside) if type(part) is tuple else part
+        return replace(part, **{key.rpartition(".")[2]: inner for key, inner in inside.items()})  # type: ignore[type-var]
+    return tuple(inside.values()) if type(part) is tuple else part

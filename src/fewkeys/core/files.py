@@ -18,7 +18,7 @@ HUB_NAME = re.compile(r"[\w.-]*\w/[\w.-]+")
 
 
 def cache_folder() -> Path:
-    """The folder for compiled kernels and measurements of this machine. It may not exist or not be writable."""
+    """The folder for compiled kernels and measurements. It may not exist or not be writable."""
     if folder := os.environ.get(CACHE):
         return Path(folder)
     try:
@@ -28,15 +28,12 @@ def cache_folder() -> Path:
 
 
 def spare_folder() -> Path:
-    """The folder of this user in the temporary folder, for a cache folder that cannot be written.
-
-    Another user may have made it first: check it by `trust.is_trusted`.
-    """
+    """This user's temporary folder, if the cache folder cannot be written; `trust.is_trusted` says if it is ours."""
     return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """The folder that a path names, or the folder of the file that it names. `TypeError` for what is no path."""
+    """The folder at a path, or of the file at a path. `TypeError` for what is no path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"directory: expected the path of a folder, got {type(path).__name__}; pass a str or a Path")
     return Path(path).parent if Path(path).is_file() else Path(path)
@@ -45,8 +42,8 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes to `path` by rename: a reader sees the whole old file or the whole new one.
 
-    The draft beside it has a unique name, so that threads, processes and hosts may write at the same time, and never is
-    an existing file or link. It is on the disk before the rename: a crash leaves a whole file. `mode`: less the umask.
+    The draft beside it has a new unique name, so threads, processes and hosts may write at the same time. It is on the
+    disk before the rename: a crash leaves a whole file. `mode`: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -69,7 +66,7 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
-    """Write `data` as JSON to the file `name` in `directory`, which is made if missing; an object with its checksum."""
+    """Write `data` as JSON, an object with its checksum, to the file `name` in `directory`, made if missing."""
     text = json.dumps(seal(data) if isinstance(data, dict) else data, indent=1, allow_nan=False)
     Path(directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(directory) / name, text + "\n")
@@ -78,8 +75,7 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
 def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
     """The data that `write_json` wrote, or that was written by hand, without a checksum.
 
-    Raises `ValueError` for a missing or damaged file. other: a file that the folder may have instead, which `reader`
-    reads.
+    `ValueError` for a missing or damaged file. other: a file that the folder may have instead, which `reader` reads.
     """
     path = Path(directory) / name
     try:

@@ -1,8 +1,4 @@
-"""Removal of padding before real keys, so that causal positions count real keys only.
-
-Rules on positions (blocks, windows, lists that are renewed) require padding after all real keys. Here other padding is
-moved there, and outputs back to their places.
-"""
+"""Removal of padding before real keys, so that causal positions count real keys only, as rules on positions require."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,9 +22,9 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
     """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding.
 
-    No part of a causal problem has padding before a real key. Without an offset there is one part. With one, queries
-    have other positions in each sequence, so sequences with the same padding are a part. Raises `ValueError` where a
-    bias depends on distances over padding.
+    No part of a causal problem has padding before a real key: without an offset it is moved to the end; with one,
+    queries have other positions in each sequence, so sequences with the same padding are a part. Raises `ValueError`
+    where a bias depends on distances over padding.
     """
     valid = inputs.valid
     if valid is None or not inputs.is_causal or not bool((valid[:, 1:] & ~valid[:, :-1]).any()):
@@ -41,7 +37,8 @@ def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
 
 
 def _together(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    keys, queries = _first(valid), _first(valid_queries)
+    # Real places come first.
+    keys, queries = ((~real).to(torch.int8).argsort(dim=-1, stable=True) for real in (valid, valid_queries))
     query, key, value = _moved(x.query, queries), _moved(x.key, keys), _moved(x.value, keys)
     moved = replace(x, query=query, key=key, value=value, valid=valid.gather(-1, keys), _memory={})
 
@@ -60,8 +57,7 @@ def _by_padding(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[I
         real_queries = valid_queries[rows[0]]
         if not bool(real_queries.any() & real.any()):
             continue
-        query = x.query[rows][:, :, real_queries]
-        key, value = (part[rows][:, :, real] for part in (x.key, x.value))
+        query, key, value = x.query[rows][:, :, real_queries], x.key[rows][:, :, real], x.value[rows][:, :, real]
         before = int(real[: x.offset].sum()) + max(0, x.offset - x.keys)
         parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
         places.append((rows[:, None], real_queries.nonzero().squeeze(-1)))
@@ -73,11 +69,6 @@ def _by_padding(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[I
         return whole
 
     return parts, restore
-
-
-def _first(real: Tensor) -> Tensor:
-    """The order (B, N) in which the real places come first."""
-    return (~real).to(torch.int8).argsort(dim=-1, stable=True)
 
 
 def _moved(rows: Tensor, order: Tensor) -> Tensor:

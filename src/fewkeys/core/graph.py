@@ -34,7 +34,7 @@ class Columns:
     different in a list. A single block serves all queries. Of several, block b serves the queries at positions
     (b + f) size .. (b + f + 1) size - 1, f = offset // size. With `place` (B, Hkv, blocks, M), int64, block b serves
     the cohort of the queries at place_b, counted through all query heads that read the key head, -1 for none; queries
-    of no cohort see no key, also not through a band.
+    of no cohort see no key, not even in a band.
     """
 
     index: Tensor
@@ -79,7 +79,7 @@ class ExtraEdges(Protocol):
         """The same edges with `count` queries without edges before the others."""
 
     def source(self, graph: Any) -> Any:
-        """A `fewkeys.execute.torch.sources.Kept` of these edges of `graph`, without those of its band and its lists."""
+        """A `fewkeys.execute.torch.sources.Kept` of these edges of `graph`, without those of its band and lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +116,8 @@ class Graph:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(B, Hkv, Nk), uint8, ones for keys that are in no band and no stand-in: padding, and the keys of a list that
-        all queries share. None if there are none.
+        """(B, Hkv, Nk), uint8, ones for keys in no band and no stand-in: padding, and the list that all queries share.
+        None if there are none.
         """
         x, shared = self.inputs, self.columns
         if shared is None or shared.blocks > 1 or shared.place is not None:
@@ -129,14 +129,13 @@ class Graph:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
         device = x.query.device
-        position = torch.arange(start, stop, device=device)[:, None] + x.offset
-        key = torch.arange(x.keys, device=device)
         seen = torch.full((x.batch, x.query_heads, stop - start, x.keys), self.full, device=device)
         if self.band is not None:
             left, right = self.band
+            position = torch.arange(start, stop, device=device)[:, None] + x.offset
+            key = torch.arange(x.keys, device=device)
             seen |= (key >= position - left) & (key <= position + right)
-        if self.columns is not None:
-            columns = self.columns
+        if (columns := self.columns) is not None:
             lists = marked(columns.index, columns.used, x.keys) > 0
             if columns.place is None:
                 seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
@@ -171,20 +170,18 @@ class Graph:
         return float(kept.sum().item() / max(1, total.numel()))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
-        """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""
+        """Kept and visible keys of every real query, flat, in linear memory."""
         x, kept, total = self.inputs, [], []
+        every = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
         for start, stop in query_blocks(x):
-            real = x.query.new_ones((x.batch, stop - start), dtype=torch.bool)
-            if x.valid_queries is not None:
-                real = x.valid_queries[:, start:stop]
-            real = real[:, None].expand(-1, x.query_heads, -1)
+            real = every[:, None, start:stop].expand(-1, x.query_heads, -1)
             kept.append(self.mask(start, stop).sum(-1)[real])
             total.append(visible(x, start, stop).sum(-1).expand_as(real)[real])
         return torch.cat(kept), torch.cat(total)
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """The first and last + 1 of blocks of queries whose scores of all keys are at most 2^24 numbers."""
+    """The ends of blocks of queries whose scores of all keys are at most 2^24 numbers."""
     step = max(1, 2**24 // (inputs.batch * inputs.query_heads * inputs.keys))
     for start in range(0, inputs.queries, step):
         yield start, min(start + step, inputs.queries)
@@ -211,15 +208,15 @@ def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
 
 def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
     """The cohort (B, Hq, Nq) of every query, -1 for none, from the places (B, Hkv, H, M) of each cohort's queries."""
-    x, places = inputs, inputs.gqa_ratio * inputs.queries
+    places = inputs.gqa_ratio * inputs.queries
     number = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
     cohort = torch.full((*place.shape[:2], places + 1), -1, device=place.device)
     cohort.scatter_(-1, place.masked_fill(place < 0, places).flatten(2), number.flatten(2))
-    return torch.unflatten(cohort[..., :places], 2, (x.gqa_ratio, x.queries)).flatten(1, 2)
+    return torch.unflatten(cohort[..., :places], 2, (inputs.gqa_ratio, inputs.queries)).flatten(1, 2)
 
 
 def band_block(reach: int) -> int:
-    """Queries in a block that shares the keys of a band; `reach`: the keys of the band beside the query's own.
+    """Queries in a block that shares the keys of a band of `reach` keys beside the query's own.
 
     A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
     """
@@ -235,17 +232,15 @@ def _join_columns(a: Columns, b: Columns, inputs: Inputs) -> Columns:
     a, b = sorted((a, b), key=lambda columns: (columns.place is None, -columns.blocks, columns.size))
     if a.blocks > b.blocks or a.size < b.size:
         b = _refine(b, a, inputs.offset)
-    keys = inputs.keys
-    index, used = torch.cat([a.index, b.index], -1), torch.cat([a.used, b.used], -1)
-    index = index.masked_fill(~used, keys)  # unused entries sort last
-    index, order = index.sort(-1)
+    used = torch.cat([a.used, b.used], -1)
+    # Unused entries sort last.
+    index, order = torch.cat([a.index, b.index], -1).masked_fill(~used, inputs.keys).sort(-1)
     used = used.gather(-1, order)
     used[..., 1:] &= index[..., 1:] != index[..., :-1]
-    return Columns(index.clamp_max(keys - 1), used, a.size, a.place)
+    return Columns(index.clamp_max(inputs.keys - 1), used, a.size, a.place)
 
 
 def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:
-    """The coarse lists, one for each fine block."""
     if coarse.blocks == 1:
         block = torch.zeros(fine.blocks, dtype=torch.int64, device=fine.index.device)
     else:

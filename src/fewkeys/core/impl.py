@@ -1,15 +1,14 @@
 """The names of the executors."""
 
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 Impl = Literal["auto", "reference", "torch", "native"]
 """`"auto"` is the best of the others for a call; `fewkeys.execute.dispatch` chooses."""
 COMPILED: tuple[Impl, ...] = ("auto", "native")
-"""The values of `impl` that use compiled kernels where these support the call."""
+"""Those that use compiled kernels where these support the call."""
 
 
-def check_impl(impl: object) -> Impl:
-    """`impl` if it is the name of an executor or `"auto"`, else a `ValueError`."""
+def check_impl(impl: object) -> None:
+    """Raise `ValueError` for what is no `Impl`."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
-    return cast(Impl, impl)

@@ -1,6 +1,5 @@
-"""The validated attention problem: made by `fewkeys.core.validation.check_inputs`, trusted by all other modules.
-
-It remembers statistics that several of them need (query moments, clusters of the keys).
+"""The attention problem: checked by `fewkeys.core.validation.check_inputs`, trusted by all others, whose statistics it
+remembers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The first key and query of this part of a sequence; totals, keys and queries of the whole sequence."""
+    """A part of a sequence: its first key and query; totals and numbers of keys and queries of the whole."""
 
     totals: Totals
     first_key: int
@@ -40,9 +39,7 @@ class Inputs:
         else finite and no larger than others, which suffices under a mask.
     offset: query i is at position `i + offset` among the keys; under causality it sees keys 0 .. i + offset.
     placeholders: so many first queries are zeros in the places of earlier tokens, whose queries are not in memory.
-    impl: the code that computes statistics and outputs.
-    needs_rescaling: entries or scores are so large that statistics require rescaling first (`fewkeys.core.extent`).
-    bias: added to the scores by distance.
+    needs_rescaling: statistics require rescaling first (`fewkeys.core.extent`).
     """
 
     query: Tensor
@@ -102,8 +99,7 @@ class Inputs:
     def valid_queries(self) -> Tensor | None:
         """(B, Nq) marks the queries of real tokens; None: all.
 
-        In self-attention (as many queries as keys) the query of a padded key is padding too, and must not enter
-        statistics.
+        In self-attention (as many queries as keys) the query of a padded key is padding too.
         """
         if self.valid is None or self.queries != self.keys or self.offset:
             return None
@@ -114,7 +110,7 @@ class Inputs:
         return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
     def heads(self, index: Tensor | slice, batch: slice = slice(None)) -> Inputs:
-        """The same problem for the key heads `index` (H,) and the query heads that read them, of some sequences."""
+        """The problem of the key heads `index` (H,) and the query heads that read them, of some sequences."""
         query, key, value = (rows[batch, index] for rows in (self.grouped_query(), self.key, self.value))
         valid = None if self.valid is None else self.valid[batch]
         bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
@@ -144,15 +140,13 @@ class Inputs:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no statistic is remembered."""
         return not self._memory
 
     def forget(self) -> None:
-        """Forget all statistics."""
         self._memory.clear()
 
     def remember(self, name: object, compute: Callable[[], T]) -> T:
-        """The statistic called `name`, computed at the first call."""
+        """The statistic `name`, computed at the first call."""
         if name not in self._memory:
             self._memory[name] = compute()
         statistic: T = self._memory[name]

@@ -1,7 +1,7 @@
-"""Learned tensors in plans: compared by content, named by a fingerprint, saved in separate files.
+"""Learned tensors in plans: compared by content, saved in safetensors files named by their fingerprints.
 
-The JSON of a plan names learned values by their fingerprints, and so do the names of the safetensors files beside it.
-So a file can be checked against its name, and an older plan in the folder stays whole while a new one is written.
+The JSON of a plan names the fingerprints, too. So a file can be checked against its name, and an older plan in the
+folder stays whole while a new one is written.
 """
 
 import os
@@ -47,7 +47,7 @@ class Learned(Listed, listed=False):
 
 
 def file_name(mark: str) -> str:
-    """The name of the file that holds the tensors of this fingerprint."""
+    """The file of the tensors of this fingerprint."""
     return f"learned-{mark}.safetensors"
 
 
@@ -60,7 +60,7 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
 
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
-    """The tensors of this fingerprint; `ValueError` if the file is missing or holds anything else."""
+    """The tensors of a fingerprint; `ValueError` if the file is missing or holds anything else."""
     if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:  # else it could name another folder
         raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
     path = Path(directory) / file_name(mark)
@@ -79,7 +79,7 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
 
 
 def pack(part: Any) -> dict[str, Any]:
-    """A configuration dataclass as JSON values: its type and fields, learned values by their fingerprint."""
+    """A configuration dataclass as JSON values; learned values by their fingerprint."""
     if isinstance(part, Learned):
         return {"type": type(part).__name__, "tensors": part.fingerprint}
     if not is_dataclass(part):
@@ -88,8 +88,8 @@ def pack(part: Any) -> dict[str, Any]:
         raise TypeError(
             f"plan: expected a class name that fewkeys does not use, got {type(part).__name__}; rename the class"
         )
-    values = ((field.name, getattr(part, field.name)) for field in fields(part))
-    packed = {name: pack(value) if is_dataclass(value) else value for name, value in values}
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    packed = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
     return {"type": type(part).__name__, **packed}
 
 
@@ -111,7 +111,7 @@ def save_learned(directory: str | os.PathLike[str], configuration: object) -> No
 
 
 def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
-    """The learned values of a description by fingerprint, read from the files beside it."""
+    """The learned values of a description, read from the files beside it, by fingerprint."""
     learned: dict[str, Learned] = {}
     for value in objects(data):
         mark, name = value.get("tensors"), value.get("type")

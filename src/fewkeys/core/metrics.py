@@ -1,7 +1,6 @@
 """Measures of the quality of edges and outputs.
 
-Masks are bool (..., Nq, Nk), True for an edge (query, key). `gold` has the correct edges, `predicted` those of a
-method.
+Masks are bool (..., Nq, Nk), True for an edge (query, key): `gold` the correct ones, `predicted` those of a method.
 """
 
 import torch
@@ -15,9 +14,8 @@ from fewkeys.core.validation import describe
 def recall(predicted: Tensor, gold: Tensor) -> Tensor:
     """`|gold and predicted| / |gold|` per head (...): the share of gold edges that are kept; 1 without gold edges."""
     _check_masks(predicted, gold)
-    total = gold.sum((-2, -1))
-    kept_gold = (gold & predicted).sum((-2, -1))
-    return torch.where(total > 0, kept_gold.float() / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
+    total, kept = gold.sum((-2, -1)), (gold & predicted).sum((-2, -1))
+    return torch.where(total > 0, kept.float() / total.clamp_min(1), 1.0)
 
 
 def sparsity(mask: Tensor) -> Tensor:

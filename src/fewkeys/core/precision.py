@@ -11,7 +11,7 @@ KINDS = ("cpu", "cuda")
 
 
 def working(tensor: Tensor) -> Tensor:
-    """`tensor` in the precision of statistics: float64 stays, everything else becomes float32."""
+    """`tensor` in the precision of statistics: float64 stays, all else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -22,7 +22,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def autocast_is_on() -> bool:
     """Whether autocast is on for any device."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # `KINDS`: every layer asks this
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # no loop: every layer asks this
 
 
 def lowered(tensor: Tensor) -> Tensor:

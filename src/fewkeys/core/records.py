@@ -61,7 +61,7 @@ def seal(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(data: Any, *, required: bool = False) -> Any:
-    """The object that was sealed; `ValueError` if it has changed, or has no checksum where that is required."""
+    """The object that was sealed; `ValueError` if it has changed, or lacks a required checksum."""
     if not isinstance(data, dict) or CHECKSUM not in data:
         if required:
             raise ValueError(f"expected an object with a {CHECKSUM}, as it was written")
@@ -81,9 +81,8 @@ def _digest(data: Mapping[str, Any]) -> str:
 def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. Types: bool, int, float, str, None, literals, unions, lists, tuples, dicts with
-    str keys, dataclasses of these, and `Any`. A field of a `Listed` class takes an object that names the class as
-    "type"; objects that name tensors instead of fields are in `learned`, by fingerprint (`fewkeys.core.learned`).
+    Fields with defaults may be missing. A field of a `Listed` class takes an object that names the class as "type";
+    objects that name tensors instead of fields are in `learned`, by fingerprint (`fewkeys.core.learned`).
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -100,7 +99,6 @@ def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None)
 
 
 def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
-    """`value` as the type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or (origin is Literal and value in inner):
         return value

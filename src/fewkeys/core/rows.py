@@ -1,4 +1,4 @@
-"""Rows of tokens: gathered, and in a stretch; and lists of marked ones."""
+"""Rows of tokens."""
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ def stretch(rows: Tensor, first: int, last: int) -> Tensor:
 
 
 def marked_places(marked: Tensor, least: int = 0) -> Tensor:
-    """The places of the true entries of every row of (..., N), ascending, in lists as long as the longest row needs,
-    and at least `least`; shorter lists end with places of other entries.
+    """The places of the true entries of every row of (..., N), ascending; lists are as long as the longest, at least
+    `least`, and end with places of other entries.
     """
     longest = max(least, int(marked.sum(-1).max()) if marked.numel() else 0)
     return marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]

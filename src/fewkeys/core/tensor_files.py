@@ -1,7 +1,6 @@
-"""Files of tensors with facts and a checksum in the header, which are checked on reading.
+"""Files of tensors with facts and a checksum in the header. Every fault is a `ValueError`.
 
-Kernels trust shapes, so the reader of a file states the expected `Form` of each tensor. The checksum detects flipped
-bits, and every fault is a `ValueError`.
+Kernels trust shapes, so the reader of a file states the expected `Form` of each tensor.
 """
 
 import hashlib
@@ -22,14 +21,11 @@ from fewkeys.core.records import CHECKSUM, parse
 
 FACTS = "fewkeys"
 FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
-"""The exceptions that reading a damaged file may raise."""
+"""What reading a damaged file may raise."""
 
 
 class Form(NamedTuple):
-    """The expected shape of a tensor (None: any size), its dtype, and the least number that it may hold.
-
-    `infinite`: whether infinity is allowed; NaN never is.
-    """
+    """The shape of a tensor (None: any size), its dtype, the least number, and whether infinity is allowed."""
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype
@@ -38,7 +34,7 @@ class Form(NamedTuple):
 
 
 def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """Raise `ValueError` unless these are exactly the tensors of these names and forms."""
+    """Raise `ValueError` unless these are exactly the tensors of these forms."""
     if odd := sorted(tensors.keys() ^ forms.keys()):
         raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
     for name, form in forms.items():
@@ -64,7 +60,7 @@ def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], ten
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """The facts and tensors that `write` wrote, on the CPU. `ValueError` for a damaged file or another kind of file."""
+    """The facts and tensors that `write` wrote, on the CPU. `ValueError` for a damaged file or one of another kind."""
     data = Path(path).read_bytes()
     tensors = loaded(data)
     header = parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
@@ -74,7 +70,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor
 
 
 def loaded(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; every fault is a `ValueError`."""
+    """The tensors in the bytes of a safetensors file."""
     try:
         with torch.device("cpu"):
             tensors: dict[str, Tensor] = load(data)
@@ -99,7 +95,7 @@ def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits from named tensors, their dtypes and shapes, and from `kind`, the kind of the content."""
+    """32 hexadecimal digits from named tensors, their dtypes and shapes, and the kind of the content."""
     digest = hashlib.sha256(kind.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

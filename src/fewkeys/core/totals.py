@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Totals:
-    """Totals of all parts of a sequence; each method takes the total of this process's part, here that of the whole."""
+    """Totals of all parts of a sequence, from those of this process's part; here of a single part."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part

@@ -20,7 +20,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """`value` as an integer of at least `least`; `bool` and floats are refused."""
+    """`value` as an integer of at least `least`; no `bool`, no float."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
     if value < least:
@@ -45,7 +45,7 @@ def check_generator(generator: object) -> None:
 
 
 def check_drawn_once(generator: torch.Generator | None) -> None:
-    """Raise `ValueError` if a draw from the caller's generator is repeated in the backward pass, with other numbers."""
+    """Raise `ValueError` where a checkpoint would repeat a draw from the caller's generator with other numbers."""
     if generator is not None and in_backward():
         raise ValueError(
             "generator: expected None under gradient checkpointing, which computes layers again, got one, which "
@@ -54,7 +54,7 @@ def check_drawn_once(generator: torch.Generator | None) -> None:
 
 
 def check_cohorts(name: str, count: int) -> int:
-    """The number of cohorts, a power of two."""
+    """`count` as a power of two."""
     check_count(f"{name} cohorts", count)
     if count & (count - 1):
         raise ValueError(f"{name} cohorts: expected a power of two, got {count}; queries are split into halves")
@@ -90,7 +90,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 
 
 def check_no_graph(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` for a tensor that stands for others in a graph, which keep other keys."""
+    """Raise `ValueError` for a tensor that stands in a graph for others, which keep other keys."""
     if torch._C._is_tracing() or isinstance(tensor, FakeTensor):
         raise ValueError(
             f"{name}: expected a tensor whose numbers choose the keys, got one that torch.jit.trace, torch.export or a "
@@ -120,29 +120,23 @@ def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each tensor; NaN or infinity if an entry is."""
     if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
-    ends = [end for tensor in tensors for end in _ends(tensor.detach())]
+    rows = [tensor.detach() if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    ends = [end for tensor in rows for end in tensor.aminmax()]
     low_and_high = iter(torch.stack(ends).tolist())  # together: a GPU is waited for once
     return [max(abs(low), abs(high)) for low, high in zip(low_and_high, low_and_high, strict=True)]
 
 
-def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    low, high = tensor.aminmax() if tensor.numel() else tensor.new_zeros(2)
-    return low, high
-
-
 def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
-    """`largest_entries` of the rows; and the rows, which other functions of this kind may copy."""
+    """`largest_entries` of the rows, and the rows, which other functions of this kind may copy."""
     return largest_entries(query, key, value), (query, key, value)
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise `ValueError` for NaN and infinity, by argument name.
-
-    A finite sum proves that all numbers are finite, by one operation; the sum of finite numbers may overflow.
-    """
+    """Raise `ValueError` for NaN and infinity, by argument name."""
     if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
         return
     for name, tensor in tensors.items():
+        # A finite sum proves that all numbers are finite, by one operation; that of finite numbers may overflow.
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
 
@@ -161,7 +155,7 @@ class Options(TypedDict, total=False):
 
 
 def unknown_option(name: str) -> TypeError:
-    """The error for an argument that `fewkeys.attention` does not have, such as torch's `attn_mask`."""
+    """The error for an argument that `fewkeys.attention` lacks, such as torch's `attn_mask`."""
     fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
     return TypeError(f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else ""))
 
@@ -184,8 +178,7 @@ def check_inputs(
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    look: like `as_they_are`, called if `impl` lets compiled kernels run.
-    clear: whether to set keys and values of padding to zero now.
+    look: replaces `as_they_are` if `impl` lets compiled kernels run. clear: set keys and values of padding to zero now.
     """
     q, k, v = (lowered(check_tensor(name, x)) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
@@ -253,22 +246,20 @@ def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:
         return None
-    with suppress(TypeError, ValueError, RuntimeError):
-        lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
-    if (
-        not isinstance(lengths, Tensor)
-        or lengths.shape != (batch,)
-        or lengths.is_floating_point()
-        or lengths.dtype == torch.bool
-    ):
+    if not isinstance(lengths, Tensor):
+        with suppress(TypeError, ValueError, RuntimeError):
+            lengths = torch.as_tensor(lengths, device="cpu")
+    is_whole = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
+    if not isinstance(lengths, Tensor) or not is_whole or lengths.shape != (batch,):
         raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
-    if int(lengths.min()) < 0 or int(lengths.max()) > keys:
+    least, most = map(int, lengths.aminmax())
+    if least < 0 or most > keys:
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")
-    if int(lengths.min()) == keys:
+    if least == keys:
         return None
     return torch.arange(keys, device=key.device) < lengths.to(key.device)[:, None]
 
 
 def describe(value: object) -> str:
-    """The dtype and shape of a tensor, or the type of anything else, for messages."""
+    """The dtype and shape of a tensor, or the type of anything else."""
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

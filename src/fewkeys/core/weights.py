@@ -1,9 +1,4 @@
-"""The rules that turn scores into weights.
-
-`A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `exp(c tanh(x / c))` (`Softcap`), `|x|^p` (`Power`),
-`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold that depends on
-the whole row, so stand-ins cannot enter a sum.
-"""
+"""The rules that turn scores into weights: `A_ij = f(s_ij) / sum_l f(s_il)`, except for `Entmax`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -29,23 +24,22 @@ class Weights(Listed, ABC):
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The weights of rows whose scores are split over `parts` (..., columns), up to one positive factor per row.
 
-        Hidden entries have score -inf and weight zero; a row whose weights sum to zero has output zero. May overwrite
-        scores that carry no gradient.
+        Hidden entries have score -inf and weight zero. May overwrite scores that carry no gradient.
         """
 
     def normalised(self, scores: Tensor) -> Tensor:
-        """The weights of full rows of scores (..., N), which sum to one, or to zero where f vanishes."""
+        """The weights of full rows of scores (..., N); they sum to one, or to zero where f vanishes."""
         (weights,) = self.kernel([scores.clone()])
         return weights / positive(weights.sum(-1, keepdim=True))
 
 
 def positive(total: Tensor) -> Tensor:
-    """`total` with ones in place of zeros: a divisor for rows that have no weight."""
+    """`total` with ones for zeros: a divisor for rows without weight."""
     return torch.where(total > 0, total, torch.ones_like(total))
 
 
 def _largest(parts: Sequence[Tensor]) -> Tensor:
-    """The largest score of every row, without a gradient; 0 in a row with nothing visible."""
+    """The largest score of every row, without a gradient; 0 where nothing is visible."""
     top = parts[0].detach().amax(-1, keepdim=True)
     for part in parts[1:]:
         top = torch.maximum(top, part.detach().amax(-1, keepdim=True))
@@ -64,11 +58,9 @@ class Softmax(Weights):
 
 
 class _Elementwise(Weights):
-    """Kernels that apply f entry by entry."""
-
     @abstractmethod
     def f(self, scores: Tensor, top: Tensor) -> Tensor:
-        """f, divided by a factor from the largest score of the row with which its weights neither overflow nor vanish.
+        """`f` over a factor from the largest score of the row, by which weights neither overflow nor vanish.
 
         Hidden entries (-inf) give zero and have the gradient zero.
         """
@@ -91,11 +83,8 @@ class Softcap(_Elementwise):
         check_real("cap", self.cap, above=0.0, below=80.0)
 
     def f(self, scores: Tensor, top: Tensor) -> Tensor:
-        hidden = scores == -math.inf
-        return (self._capped(scores) - self._capped(top)).exp().masked_fill(hidden, 0.0)
-
-    def _capped(self, scores: Tensor) -> Tensor:
-        return self.cap * (scores / self.cap).tanh()
+        capped, largest = (self.cap * (part / self.cap).tanh() for part in (scores, top))
+        return (capped - largest).exp().masked_fill(scores == -math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -156,4 +145,4 @@ class Entmax(Weights):
 
 
 WEIGHTS: Catalogue[Weights] = Catalogue(Weights)
-"""The catalogue: weights that plans can save and load by name."""
+"""Weights that plans can save and load by name."""

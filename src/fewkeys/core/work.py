@@ -1,4 +1,4 @@
-"""The arithmetic cost of a part of a plan, which every selector and every rest states."""
+"""The arithmetic cost that every selector and every rest states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Work:
         choosing: operations per key, and key head, of choosing or summarising.
         scanned: operations per query of scanning all keys that it sees.
         banded: whether kept keys are in a band, beside which stand-ins must be counted pair by pair.
-        shared: further operations per key by the name of a statistic, which several parts may ask for.
+        shared: further operations per key, by the statistic that several parts may ask for.
     """
 
     scores: float
@@ -46,5 +46,5 @@ class Work:
 
 
 def per_score(inputs: Inputs) -> float:
-    """Operations of one score: the product with the query, the weight, the product with the value."""
+    """Operations of one score: products with query and value, and the weight."""
     return 2 * (inputs.head_dim + inputs.value_dim) + PER_SCORE
