@@ -18,7 +18,7 @@ LeafType = Literal["model", "int8"]
 
 
 def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
-    """Raise `ValueError` for an unknown form of keys and values, or one that no plan supports."""
+    """Raise `ValueError` for a form of keys and values that is unknown or that no plan supports."""
     if leaves is not None and leaves not in get_args(LeafType):
         raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
     if leaves == "int8" and not any(plan.scanned for plan in plans):
@@ -36,7 +36,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """What a file says of a memory beside its tensors: the dtype of the tokens, and `State.moved` of a `Constant`."""
+    """What a file says of a memory beside its tensors. moved: `State.moved` of a `Constant`."""
 
     dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
     moved: int | None = None
@@ -53,8 +53,7 @@ class Memory(Protocol):
     """
 
     @property
-    def kind(self) -> Kind:
-        """The kind of its tokens."""
+    def kind(self) -> Kind: ...
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -66,7 +65,7 @@ class Memory(Protocol):
 
     @staticmethod
     def check(plan: Plan) -> None:
-        """Raise `TypeError` or `ValueError` for a plan that this memory does not support."""
+        """Raise `TypeError` or `ValueError` for a plan without such memory."""
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Memory:
@@ -77,13 +76,14 @@ class Memory(Protocol):
         """The memory of `count` tokens with these facts and tensors of a file; `ValueError` if they are not valid."""
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Allocate memory for the arguments of `extend`. Raises `MemoryError` before anything has changed."""
+        """Allocate memory for `extend`, or raise `MemoryError` before anything has changed."""
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Self, Tensor | None]:
-        """The memory with N more tokens, keys (B, Hkv, N, D) and values (B, Hkv, N, Dv), and the outputs (B, Hq, N, Dv)
-        of their queries (B, Hq, N, D), if any. `is_large`: squares of entries may overflow.
+        """The memory with N more tokens, and the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if any.
+
+        `is_large`: squares of entries may overflow.
         """
 
     def crop(self, count: int) -> Self:
@@ -103,7 +103,7 @@ class Memory(Protocol):
 
 
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
-    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of a file; `ValueError` unless they match each other."""
+    """The keys (B, Hkv, N, D) and values of a file; `ValueError` unless they match each other."""
     key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
     if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
         raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")

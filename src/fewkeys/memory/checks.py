@@ -34,8 +34,8 @@ class Kind(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which of them are `real` (B, N) (None: all), and the
-    largest magnitudes in both.
+    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which are `real` (B, N) (None: all), and the largest
+    magnitudes of both.
     """
 
     key: Tensor
@@ -48,7 +48,6 @@ class NewTokens(NamedTuple):
         return Kind.of(self.key, self.value, self.key.dtype)
 
     def select(self, sequences: Tensor | slice, tokens: slice) -> NewTokens:
-        """Some sequences of the batch and some of their tokens."""
         real = None if self.real is None else self.real[sequences, tokens]
         return NewTokens(self.key[sequences, :, tokens], self.value[sequences, :, tokens], real, self.largest)
 
@@ -79,11 +78,10 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
 
 
 def check_query(query: Tensor, key: Tensor, query_heads: int | None) -> float:
-    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys, and have
-    `query_heads` heads, as those before (None: there were none).
+    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys and have the number
+    of heads of earlier ones (None: there were none).
     """
-    batch, heads, tokens, dim = key.shape
-    shape = query.shape
+    (batch, heads, tokens, dim), shape = key.shape, query.shape
     if query_heads is not None and shape[1] != query_heads:
         raise ValueError(f"query: expected {query_heads} heads, like the queries before, got {shape[1]}")
     if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:

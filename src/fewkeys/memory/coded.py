@@ -4,8 +4,8 @@
     codes, sigma, sums   of every complete block of 32 keys
 
 The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan: outputs do not
-depend on the pieces in which tokens come. Keys so large that their squares may overflow are rescaled
-(`fewkeys.core.extent`). A later key may change the scale, so all are coded again at every call.
+depend on the pieces in which tokens come. Keys whose squares may overflow are rescaled (`fewkeys.core.extent`); since a
+later key may change the scale, all are then coded again at every call.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ LEAST = 8
 
 @dataclass(frozen=True, eq=False)
 class Coded(Fields):
-    """The memory of `KeyScan` (`fewkeys.memory.base.Memory`).
+    """The `Memory` of `KeyScan`.
 
-    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): the sums of all
-    keys and values before each block, and of all complete blocks.
+    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): of all keys and
+    values before each block and before the unfinished one.
     """
 
     rules: Rules
     rows: HeldRows
     later: HeldRows | None = field(metadata=DERIVED)
-    """Replaces `rows` once the plan answers; None: it has, or both are the same."""
+    """Replaces `rows` once the plan answers; None: it has, or never will."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
@@ -122,9 +122,9 @@ class Coded(Fields):
         return memory, torch.cat([exactly, by_plan], 2)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-        """Add a token, and return the output of its query, by the kernel call of the token before.
+        """Add a token and return the output of its query, by the kernel call of the token before.
 
-        None, and no token is added, if that call does not serve it or the token must be checked first.
+        None, and no token is added, if that call does not serve it.
         """
         step, count = self.step, self.rows.count
         if step is None or self.is_large or self.exact_until is None or count < self.exact_until:
@@ -140,7 +140,7 @@ class Coded(Fields):
         return output
 
     def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether a kernel can store this token: there is room, and its rows are of the memory's kind, as they are."""
+        """Whether a kernel can store this token as it is: there is room, and its rows are of the memory's kind."""
         if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
             return False
         rows = self.rows
@@ -215,7 +215,6 @@ class Coded(Fields):
 
     @property
     def _held(self) -> tuple[Tensor, ...]:
-        """All tensors that a kernel reads."""
         return tuple(buffer.storage for buffer in self.buffers)
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
@@ -234,7 +233,7 @@ class Coded(Fields):
         return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, plan.weights)
 
     def _finish_blocks(self) -> None:
-        """Code the blocks that have become complete, and add their sums."""
+        """Code and sum the blocks that have become complete."""
         start, stop = self.codes.count * BLOCK, self.rows.count // BLOCK * BLOCK
         if start == stop:
             return
@@ -248,8 +247,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The prepared kernel call of the last token. It serves all tokens of its block, which see the same codes, sums and
-    ranges, as long as the buffers stay the same.
+    """The prepared kernel call of the last token. It serves all tokens of its block, which see the same codes and sums,
+    as long as the buffers stay the same.
     """
 
     shape: torch.Size
@@ -259,12 +258,11 @@ class _Step:
     call: ScanCall
 
     def serves(self, memory: Coded, query: Tensor, scale: float, block: int) -> bool:
-        """Whether the call holds for the query of a token in `block`."""
         is_same = (self.shape, self.scale, self.block) == (query.shape, scale, block)
         return is_same and all(tensor is latest for tensor, latest in zip(self.held, memory._held, strict=True))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None: a copy of the memory, by `copy.deepcopy` or pickle, has other buffers, and prepares its own call."""
+        """None: a copy of the memory has other buffers, and prepares its own call."""
         return type(None), ()
 
 

@@ -1,9 +1,7 @@
-"""Memory of a fixed size: what is near, sinks, and means of everything else.
+"""Memory of a fixed size: near tokens and sinks, exactly, and means of all others.
 
-    appended keys -> near (exact) -> sinks (exact) -> summary: means of everything else
-
-From the first token on whose entries are so large that sums of their squares may overflow (`fewkeys.core.extent`),
-everything is kept in float64. Rescaling would not do, since later entries may be larger still.
+From the first token on whose squares may overflow (`fewkeys.core.extent`), everything is kept in float64. Rescaling
+would not do, since later entries may be larger still.
 """
 
 from __future__ import annotations
@@ -29,14 +27,12 @@ from fewkeys.select.base import Recent
 
 NEVER = 2**62
 """A position that no sequence reaches."""
-WINDOW_UNIT = 32
-"""`Parts.unit` without recent blocks."""
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The numbers of a plan that a stream needs. All queries of a `unit` of positions see the same memory."""
+    """The numbers of a plan. All queries of a `unit`, a recent block or 32 positions, see the same summary."""
 
     window: int
     recent: Recent | None
@@ -56,7 +52,7 @@ class Parts:
 
 
 def parts_of(plan: Plan) -> Parts:
-    """The parts of a plan. Raises `ValueError` for a plan that no stream supports."""
+    """The parts of a plan. `ValueError` for a plan that no stream supports."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; budget(slots, is_causal=True)")
     if plan.keep is None:
@@ -73,16 +69,15 @@ def parts_of(plan: Plan) -> Parts:
             f"plan: a stream remembers the rest as RunningMeans(count) or drops it, got {plan.rest}; "
             "use budget(slots, is_causal=True)"
         )
-    unit = WINDOW_UNIT if recent is None else recent.size
-    return Parts(window, recent, sinks, plan.rest.running, unit)
+    return Parts(window, recent, sinks, plan.rest.running, 32 if recent is None else recent.size)
 
 
 @dataclass(frozen=True, eq=False)
 class Constant(Fields):
-    """Memory of a fixed size (`fewkeys.memory.base.Memory`).
+    """The `Memory` of other plans.
 
-    dtype: of the tokens as they come; before: the states at the ends of the latest units, which `crop` needs to remove
-    the last `undo` tokens.
+    dtype: of the tokens as they come; before: the states at the ends of the latest units, for `crop` of the last `undo`
+    tokens.
     """
 
     rules: Rules
@@ -113,7 +108,7 @@ class Constant(Fields):
         return self.before[0].moved if self.before else self.state.moved
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """This memory does not grow."""
+        """Nothing: this memory does not grow."""
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
@@ -169,7 +164,7 @@ class Constant(Fields):
         return self.changed(lambda part: part.double() if part.is_floating_point() else part)
 
     def _begin_unit(self) -> Constant:
-        """If a unit begins here: evicted keys enter the summary, and near tokens that no query needs are removed."""
+        """Where a unit begins, evicted keys enter the summary, and near tokens that no query needs are removed."""
         parts, state, before = self.parts, self.state, self.before
         place = state.length
         if place == state.moved or place % parts.unit:
@@ -183,19 +178,19 @@ class Constant(Fields):
 
 
 def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
-    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D).
-
-    The tokens are of one unit. Cost O(M slots (D + Dv)).
+    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D), all
+    of one unit. Cost O(M slots (D + Dv)).
     """
     near, sinks, summary, rows = state.near, state.sinks, state.summary, query.flatten(2, 3)
     shape, tilted = query.shape[2:4], isinstance(weights, Softmax)
 
     def scores(key: Tensor) -> Tensor:
-        by_query: Tensor = (rows @ working(key).mT).unflatten(2, shape)
-        return by_query
+        return torch.unflatten(rows @ working(key).mT, 2, shape)
 
-    places = torch.arange(state.length - shape[1], state.length, device=query.device)[:, None]
-    seen = _seen(state, parts, places)
+    first = state.length - shape[1]
+    places = torch.arange(first, state.length, device=query.device)[:, None]
+    place = torch.arange(near.first, near.stop, device=query.device)
+    seen = ((place > places - parts.window) | (place >= parts.near_from(first))) & (place <= places)
     sources = [(scores(near.key).masked_fill_(~seen, -math.inf), near.value)]
     if sinks.count:
         hidden = torch.arange(sinks.count, device=query.device) > places
@@ -212,39 +207,27 @@ def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tens
     for (_, value), of_source in zip(sources, weight, strict=True):
         flat = of_source.flatten(2, 3)
         mixed, total = mixed + flat @ working(value), total + flat.sum(-1, keepdim=True)
-    output: Tensor = (mixed / positive(total)).unflatten(2, shape).flatten(1, 2)
-    return output
-
-
-def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
-    """(M, near): the near tokens that the queries at `places` (M, 1) see."""
-    place = torch.arange(state.near.first, state.near.stop, device=places.device)
-    seen = place > places - parts.window
-    if parts.recent is not None:
-        seen |= place >= parts.near_from(state.length - len(places))
-    return seen & (place <= places)
+    return torch.unflatten(mixed / positive(total), 2, shape).flatten(1, 2)
 
 
 def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:
-    """`ValueError` where tensors are not memory of such a plan: kernels trust every shape."""
+    """Raise `ValueError` unless the tensors are memory of such a plan: kernels trust every shape."""
     parts, since = empty.parts, length - moved
     if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
         raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
     near, queries = tensors["state.near.key"].shape[2], tensors["state.unit_queries"]
     if not length - parts.needed_from(moved) <= near <= length:
         raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
-    in_near, in_sinks = {2: near}, {2: min(parts.sinks, length)}
     sizes: dict[str, dict[int, int]] = {
-        "state.near.key": in_near,
-        "state.near.value": in_near,
-        "state.sinks.key": in_sinks,
-        "state.sinks.value": in_sinks,
+        "state.near": {2: near},
+        "state.sinks": {2: min(parts.sinks, length)},
         "state.unit_queries": {2: max(1, queries.shape[2]) if queries.ndim > 2 else 1, 3: since},
         "state.has_query": {1: since},
     }
     forms = {}
     for name, like in empty.tensors().items():
-        shape = tuple(sizes.get(name, {}).get(axis, size) for axis, size in enumerate(like.shape))
+        expected = sizes.get(name.removesuffix(".key").removesuffix(".value"), {})
+        shape = tuple(expected.get(axis, size) for axis, size in enumerate(like.shape))
         least = 0.0 if name in _COUNTS else -math.inf
         forms[name] = Form(shape, like.dtype, least, infinite=name == "state.summary.excess")
     check(tensors, forms)

@@ -15,7 +15,7 @@ from fewkeys.memory.base import LeafType, SavedFacts
 FORMAT = 5
 
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
-"""The errors that damaged contents of a file may cause."""
+"""The errors that damaged contents may cause."""
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """The header and the tensors of a stream."""
@@ -32,7 +32,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """The plans by `Plan.to_dict`, the scale, the form of leaves, the number of tokens, and all groups."""
+    """A stream: its plans by `Plan.to_dict`, its arguments, the number of tokens, and all groups."""
 
     plans: list[dict[str, Any]]
     scale: float | None
@@ -55,7 +55,7 @@ class _Header:
 
 
 def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
-    """Write streams to one file, completely or not at all."""
+    """Write streams to one file, whole or not at all."""
     tensors = {f"{number}/{name}": part for number, (_, saved) in enumerate(streams) for name, part in saved.items()}
     tensor_files.write(path, kind, {"format": FORMAT, "streams": [facts for facts, _ in streams]}, tensors)
 
@@ -70,5 +70,5 @@ def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str,
 
 
 def taken(tensors: dict[str, Tensor], root: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `root`, by the rest of their names, removed from `tensors`."""
+    """Take the tensors whose names begin with `root` out of `tensors`, by the rest of their names."""
     return {name.removeprefix(root): tensors.pop(name) for name in [*tensors] if name.startswith(root)}

@@ -1,6 +1,6 @@
 """Groups of a stream: the sequences and key heads that have the same plan and the same padding.
 
-Memory receives real tokens only, and positions count these, so outputs do not depend on padding.
+Memory receives real tokens only, so outputs do not depend on padding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Gaps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The sequences `rows` (M,) and the key heads `heads` (H,) of a batch, their padding, and their memory.
-
-    `plan`: the number of the plan in the stream.
-    """
+    """The sequences `rows` (M,) and key heads `heads` (H,) under plan number `plan`; their padding and their memory."""
 
     plan: int
     heads: Tensor
@@ -31,7 +28,7 @@ class Group:
     memory: Memory
 
     def by_padding(self, real: Tensor) -> list[Group]:
-        """The group cut into groups whose rows of `real` (B, N) are equal."""
+        """The group, cut where rows of `real` (B, N) differ."""
         kinds, kind = real[self.rows].unique(dim=0, return_inverse=True)
         if len(kinds) == 1:
             return [self]
@@ -46,7 +43,7 @@ class Group:
         return self.rows[:, None, None], heads[:, None], inside
 
     def padded(self, real: Tensor, first: int) -> Group:
-        """The group with the padding of further tokens, from place `first` on; `real` (B, N)."""
+        """The group with the padding of further tokens `real` (B, N), from place `first` on."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
 
@@ -76,7 +73,7 @@ def real_tokens(gaps: Gaps, length: int) -> int:
 
 
 def joined(before: Gaps, after: Gaps) -> Gaps:
-    """All gaps, those that touch joined."""
+    """All gaps; those that touch are one."""
     if before and after and before[-1][1] == after[0][0]:
         return (*before[:-1], (before[-1][0], after[0][1]), *after[1:])
     return before + after

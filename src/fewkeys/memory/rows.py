@@ -1,4 +1,4 @@
-"""Stored keys and values, in the dtype in which they come or in int8.
+"""Stored keys and values, as they come or in int8.
 
 In int8 a key or value x is `round(x / s)` with its own scale `s = max |x| / 127` in float32: an error of at most s / 2.
 """
@@ -23,7 +23,7 @@ LARGEST = 127
 class HeldRows(Fields):
     """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens, which came in `dtype`.
 
-    scale (B, Hkv, N, 2): the scales of key and value in int8; else None.
+    scale (B, Hkv, N, 2): of key and value in int8; else None.
     """
 
     dtype: torch.dtype
@@ -45,17 +45,16 @@ class HeldRows(Fields):
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def make_room(self, count: int) -> None:
-        """Allocate memory for `count` tokens in all. Raises `MemoryError` before anything has changed."""
+        """Allocate memory for `count` tokens in all."""
         for buffer in self.buffers:
             buffer.make_room(count)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Add tokens."""
         for buffer, rows in zip(self.buffers, _stored(key, value, self.scale is not None), strict=True):
             buffer.append(rows)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of some tokens; those in int8 are converted to working precision."""
+        """The keys and values of some tokens; from int8 in working precision."""
         part = slice(start, stop)
         key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
         if self.scale is None:
@@ -73,7 +72,7 @@ class HeldRows(Fields):
 
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], dtype: torch.dtype, root: str) -> HeldRows:
-        """The rows in the tensors of a file, which came in `dtype`; `ValueError` if they are not valid."""
+        """The rows in the tensors of a file; `ValueError` if they are not valid."""
         key, value = named_rows(tensors, root)
         scale = tensors.get(f"{root}scale")
         form = Form((None,) * 4, dtype) if scale is None else Form((None,) * 4, torch.int8, -LARGEST)
@@ -86,7 +85,7 @@ class HeldRows(Fields):
 
 
 def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:
-    """Keys and values in the form in which they are stored, and in int8 their scales."""
+    """Keys and values as they are stored, and in int8 their scales."""
     if not in_int8:
         return key, value
     (key, of_key), (value, of_value) = _rounded(key), _rounded(value)

@@ -1,7 +1,7 @@
 """Streams: append keys and values, attend with their queries, and keep what later queries may need.
 
-Stream   checks arguments, keeps appended tokens until their queries come, divides the batch into groups, saves
-Memory   holds the tokens of a group: `Constant` in a fixed size, or `Coded`, which keeps every key and its code
+A `Stream` divides its batch into groups. The `Memory` of a group is `Constant`, of a fixed size, or `Coded`, with every
+key and its code.
 """
 
 from __future__ import annotations
@@ -28,20 +28,15 @@ from fewkeys.memory.groups import Group, checked_gaps, checked_rows, real_tokens
 from fewkeys.plan import Plan
 
 
-def stream(
-    plan: Plan,
-    *,
-    scale: float | None = None,
-    leaves: LeafType | None = None,
-) -> Stream:
+def stream(plan: Plan, *, scale: float | None = None, leaves: LeafType | None = None) -> Stream:
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
     Args:
         plan: `KeyScan` alone, with `BlockMeans` or `Drop`: the stream keeps every key. Or `RecentBlocks` or `Window`,
             with or without `Sinks`, and with `RunningMeans` or `Drop`: its memory has a fixed size.
         scale: factor on the scores; default 1 / sqrt(D).
-        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, in the dtype in which they
-            come, or "int8", with a scale for each key and each value.
+        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, as they come, or "int8", with a
+            scale for each key and each value.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
@@ -55,9 +50,9 @@ class Stream:
         stream.append(key, value)        # (B, Hkv, N, D), (B, Hkv, N, Dv)
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
-    The outputs do not depend on the pieces: up to rounding they are those of `fewkeys.attention` on the whole sequence
-    with the same plan. Padding changes nothing. Sequences with different padding are computed one after the other. A
-    token costs O(slots (D + Dv)) at any length, and in addition, depending on the plan:
+    Up to rounding the outputs are those of `fewkeys.attention` on the whole sequence with the same plan. Sequences with
+    different padding, which changes nothing, are computed one after the other. A token costs O(slots (D + Dv)) at any
+    length, and in addition, depending on the plan:
 
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
         KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
@@ -135,19 +130,17 @@ class Stream:
             return cast("Tensor", self._extend(query, largest, tokens))
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """`append` N tokens and `attend` from N queries (B, Hq, N, D) of theirs: the outputs (B, Hq, N, Dv).
+        """`append` N tokens and `attend` from their N queries (B, Hq, N, D): the outputs (B, Hq, N, Dv).
 
         For one token after another it takes less time than the two calls. An error adds no token.
         """
-        if key_mask is None and self._pending is None and len(self._groups) == 1:
-            (group,) = self._groups
-            if isinstance(group.memory, Coded):
-                with self._undone_by_errors():
-                    output = group.memory.answer(query, key, value, self._scale(group.memory.kind.dim))
-                    self._processed += output is not None
-                if output is not None:
-                    return output
         with self._undone_by_errors():
+            memory = self._groups[0].memory if len(self._groups) == 1 else None
+            if key_mask is None and self._pending is None and isinstance(memory, Coded):
+                output = memory.answer(query, key, value, self._scale(memory.kind.dim))
+                if output is not None:
+                    self._processed += 1
+                    return output
             self.append(key, value, key_mask)
             return self.attend(query)
 
@@ -180,8 +173,8 @@ class Stream:
     def crop(self, length: int) -> None:
         """Remove the tokens from position `length` on.
 
-        The last `undo` tokens can be removed, and all tokens of the current unit; by a stream of a `KeyScan` any number
-        of tokens. Raises `ValueError` for more.
+        The last `undo` tokens and all of the current unit can be removed; in a stream of a `KeyScan` any number of
+        tokens. Raises `ValueError` for more.
         """
         self.check_crop(length)
         if length < self.length:
@@ -189,7 +182,7 @@ class Stream:
             self._processed = length
 
     def check_crop(self, length: int, name: str = "length") -> None:
-        """Raise what `crop` would raise, without removing anything. `name`: that of the argument in the message."""
+        """Raise what `crop` would raise. `name`: of the argument in the message."""
         self._flush_pending()
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"{name}: expected 0 to {self.length}, the tokens seen, got {length}")
@@ -203,8 +196,9 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def merge(self, other: Stream) -> None:
-        """Append the tokens of `other`, a stream of the same plan. It has answered their queries without the tokens of
-        this stream. Raises `ValueError` for memory of a fixed size, another plan or other shapes.
+        """Append the tokens of `other`, whose queries were answered without the tokens of this stream.
+
+        Raises `ValueError` for memory of a fixed size, another plan or other shapes.
         """
         if not isinstance(other, Stream):
             raise TypeError(f"other: expected a Stream of the same plan, got {type(other).__name__}")
@@ -223,16 +217,16 @@ class Stream:
         self._processed += other.length
 
     def memory(self) -> int:
-        """The bytes of memory that the stream uses."""
+        """The bytes of memory in use."""
         return sum(group.memory.bytes() for group in self._groups)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the stream to one safetensors file, completely or not at all. `Stream.load` restores it exactly."""
+        """Write the stream to one safetensors file, whole or not at all. `Stream.load` restores it exactly."""
         files.write(path, "stream", [self.contents()])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`. `ValueError` for a damaged file or one of another kind."""
+        """The stream that `save` wrote. `ValueError` for a damaged file or one of another kind."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
@@ -289,7 +283,6 @@ class Stream:
         return self
 
     def _flush_pending(self) -> None:
-        """Add tokens that no `attend` followed."""
         if self._pending is not None:
             with self._undone_by_errors():
                 self._extend(None, 0.0, self._pending)
@@ -309,7 +302,6 @@ class Stream:
             raise
 
     def _scale(self, dim: int) -> float:
-        """The factor on the scores of keys (..., dim)."""
         return dim**-0.5 if self.scale is None else self.scale
 
     def _begin(self, kind: Kind) -> None:
@@ -371,11 +363,10 @@ def _chosen(index: object, batch: int) -> Tensor:
 
 
 def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str]) -> str:
-    """The plan, or the plan of each key head, and the form of stored keys, in words."""
+    """The plans and the form of stored keys, in words."""
     form = f" with leaves={leaves!r}" if leaves else ""
     return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{form}"
 
 
 def _memory_class(plan: object) -> type[Memory]:
-    """The class of memory for a plan."""
     return cast("type[Memory]", Coded if isinstance(plan, Plan) and plan.scanned else Constant)

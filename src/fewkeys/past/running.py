@@ -1,7 +1,4 @@
-"""Moments of the queries and keys so far, by which a causal plan decides.
-
-Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient.
-"""
+"""Moments of the queries and keys so far, per sequence and key head, in working precision, without gradient."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class RunningKeys(Fields):
         return RunningKeys(key.new_zeros(key.shape[:2]), total, value_total, key.new_zeros(key.shape[:2]))
 
     def add(self, key: Tensor, value: Tensor, real: Tensor) -> RunningKeys:
-        """The sums with further keys (B, Hkv, N, D) and values; those not `real` (B, Hkv, N) are zero."""
+        """The sums with further keys (B, Hkv, N, D) and values, zero where not `real` (B, Hkv, N)."""
         return RunningKeys(
             self.count + real.sum(-1),
             self.key + key.sum(-2, keepdim=True),

@@ -19,9 +19,8 @@ def scan(
     block of queries: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
 
     evicted_b are the keys whose last list, or own block if that is later, is that of block b - 1; the moments are those
-    of all queries before b. has_query (B, Nq): False for queries that do not count in them, such as padding; None: all
-    count. `tilted`: as `Summary.absorb`. Sequential in the blocks, parallel over heads. Cost O((count + E)^2 (D + Dv))
-    per block and head for E evicted keys.
+    of all queries before b. has_query (B, Nq): False for queries that do not count in them; None: all count. `tilted`:
+    as `Summary.absorb`. Sequential in the blocks. Cost O((count + E)^2 (D + Dv)) per block and head for E evicted keys.
     """
     x, size = inputs, columns.size
     no_key = working(x.key[:, :, :0])
@@ -39,8 +38,8 @@ def scan(
 
 
 def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For every block after the first, the keys (B, Hkv, E, D) that are in the block before, or on its list, and on no
-    later list, their values, and which of them are real (B, Hkv, E): the others are zero. All in working precision.
+    """For every block after the first, the keys (B, Hkv, E, D) that leave, their values, and which of them are real
+    (B, Hkv, E): the others are zero. In working precision.
     """
     x, blocks, device = inputs, columns.blocks, columns.index.device
     heads = (x.batch, x.kv_heads)

@@ -23,7 +23,6 @@ class Stretch(Fields):
 
     @staticmethod
     def empty(key: Tensor, value: Tensor) -> Stretch:
-        """No tokens, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         # New tensors: a view would keep the memory of all tokens alive.
         return Stretch(0, *(rows.new_empty((*rows.shape[:2], 0, rows.shape[3])) for rows in (key, value)))
 
@@ -37,11 +36,10 @@ class Stretch(Fields):
         return self.first + self.count
 
     def followed_by(self, key: Tensor, value: Tensor) -> Stretch:
-        """The stretch with further tokens."""
         return Stretch(self.first, torch.cat([self.key, key], 2), torch.cat([self.value, value], 2))
 
     def between(self, start: int, stop: int) -> Stretch:
-        """The tokens at the places start .. stop - 1 that the stretch has."""
+        """Those of the tokens at the places start .. stop - 1."""
         start = min(max(start, self.first), self.stop)
         part = slice(start - self.first, max(0, stop - self.first))
         return Stretch(start, self.key[:, :, part], self.value[:, :, part])
@@ -51,9 +49,9 @@ class Stretch(Fields):
 class State(Fields):
     """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens; sinks: the first ones; summary and queries: stand-ins of evicted keys and moments of
-    queries, as of `moved`. unit_queries (B, Hkv, gqa_ratio, length - moved, D): the scaled queries of the current unit,
-    zero for tokens without one; has_query (B, length - moved): whether a token has one.
+    near: the latest tokens; sinks: the first ones; summary and queries: as of `moved`. unit_queries (B, Hkv, gqa_ratio,
+    length - moved, D): the scaled queries of the current unit, zero for tokens without one; has_query
+    (B, length - moved): whether a token has one.
     """
 
     moved: int
@@ -83,9 +81,9 @@ class State(Fields):
         return self.near.stop
 
     def append(self, key: Tensor, value: Tensor, query: Tensor | None, sinks: int) -> State:
-        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), if they have any.
+        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), if any.
 
-        `sinks`: the number of first tokens that are never removed.
+        `sinks`: the number of first tokens that stay.
         """
         before, count, free = self.unit_queries, key.shape[2], max(0, sinks - self.sinks.count)
         has_query = self.has_query.new_full((key.shape[0], count), query is not None)
@@ -102,8 +100,8 @@ class State(Fields):
         )
 
     def advance(self, start: int, stop: int, *, tilted: bool) -> State:
-        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places
-        start .. stop - 1 that are no sinks enter the summary. They stay near tokens, too.
+        """The state at the end of a unit: its queries enter the moments, and copies of the near tokens at the places
+        start .. stop - 1 that are no sinks enter the summary.
         """
         queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary
         evicted = self.near.between(max(start, self.sinks.stop), stop)
@@ -121,7 +119,7 @@ class State(Fields):
         )
 
     def crop(self, length: int) -> State:
-        """The state without the tokens from `length` on, all of the current unit."""
+        """The state without the tokens from `length` on, which are of the current unit."""
         since = length - self.moved
         return replace(
             self,

@@ -1,14 +1,14 @@
 """A fixed number of stand-ins for any number of evicted keys.
 
-Each evicted key enters as one more stand-in. Where there are more stand-ins than places, those are merged whose merging
-changes the output least, by Ward's cost
+Each evicted key enters as a stand-in. Where there are more of them than places, those are merged whose merging changes
+the output least, by Ward's cost
 
     w_a w_b / (w_a + w_b) (E_q (q . (k_a - k_b))^2 + |v_a - v_b|^2 / var(v)),   w = e^(t g),
 
 the squared difference of scores and of values, weighted by the attention that both may receive (w is at least e^-8 of
 the largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries so far, t = `TILT`. Each
-stand-in may be merged into one of larger weight. As many as necessary are merged at once, those of least cost: nearly
-as good as merging pair after pair, by one matrix product.
+stand-in may be merged into one of larger weight. As many as necessary are merged at once, by one matrix product: nearly
+as good as pair after pair.
 
 A stand-in for keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -34,11 +34,11 @@ from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
 @dataclass(frozen=True, eq=False)
 class Summary(Fields):
-    """The stand-ins of the keys evicted so far, per sequence and key head.
+    """The stand-ins of the keys evicted so far.
 
     rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at free places; size
     (B, Hkv, M): the number of keys of each; seen: sums over all evicted keys. Gradients flow through the rows, not
-    through the choice of what is merged and its weights.
+    through what is merged and its weights.
     """
 
     rows: Tensor
@@ -63,12 +63,10 @@ class Summary(Fields):
 
     @property
     def key(self) -> Tensor:
-        """(B, Hkv, M, D)."""
         return self.rows[..., : self.seen.key.shape[-1]]
 
     @property
     def value(self) -> Tensor:
-        """(B, Hkv, M, Dv)."""
         return self.rows[..., self.seen.key.shape[-1] :]
 
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
@@ -92,10 +90,7 @@ class Summary(Fields):
 
 
 def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
-    """The summary with `surplus` (B, Hkv) stand-ins merged into others, their places free.
-
-    The number differs between heads, so that no head depends on another.
-    """
+    """The summary with `surplus` (B, Hkv) stand-ins, in each head its own number, merged into others."""
     place = torch.arange(summary.count, device=surplus.device)
     with constants():
         key_mean, value_mean, value_unit = summary.seen.means()
