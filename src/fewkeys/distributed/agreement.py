@@ -1,7 +1,6 @@
 """Before any other message, ranks compare their arguments: each sends a small header to all.
 
-A collective on tensors of different shapes hangs or mixes up numbers. Here every rank raises the same error, also where
-the arguments of one rank are invalid.
+A collective on tensors of different shapes hangs or mixes up numbers. Here every rank raises the same error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from fewkeys.distributed.communicator import Communicator
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """Send errors of this rank's checks, which run inside, to the other ranks, which wait for a header."""
+    """Send errors of this rank's checks, which run inside, to the ranks that wait for a header."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -30,8 +29,7 @@ def checking(comm: Communicator, call: str) -> Iterator[None]:
 def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: object = None) -> list[Any]:
     """The `different` of every rank, a JSON value each.
 
-    Raises on every rank: `RuntimeError` where ranks are in different calls, `ValueError` where `same` differs or a rank
-    refused its arguments.
+    All ranks raise `RuntimeError` where calls differ, `ValueError` where `same` differs or a rank refused arguments.
     """
     records = comm.exchange({"call": call, "same": dict(same), "different": different})
     for rank, record in enumerate(records):
@@ -53,7 +51,7 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
 
 
 def check_shard(comm: Communicator, key: Tensor) -> Tensor:
-    """This rank's checked keys, of which there may be none, in working precision and without gradient."""
+    """This rank's checked keys, maybe none, in working precision and without gradient."""
     checked = check_tensor("key", occupied(key))
     comm.check_device("key", checked)
     check_finite(key=checked)
@@ -61,7 +59,7 @@ def check_shard(comm: Communicator, key: Tensor) -> Tensor:
 
 
 def occupied(tensor: object) -> object:
-    """A tensor whose token axis is empty, with one token of zeros instead; anything else as it is."""
+    """One token of zeros for a tensor without tokens; anything else as it is."""
     if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.shape[2] == 0:
         return tensor.new_zeros((*tensor.shape[:2], 1, tensor.shape[3]))
     return tensor

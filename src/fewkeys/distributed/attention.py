@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
@@ -27,9 +27,6 @@ from fewkeys.rest import Drop, Rest
 from fewkeys.select import Outliers, Selector
 from fewkeys.select.base import Sharded
 
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
-
 
 @full_precision()
 def attention(
@@ -42,22 +39,22 @@ def attention(
     weights: Weights | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    group: ProcessGroup | Communicator | None = None,
+    group: dist.ProcessGroup | Communicator | None = None,
 ) -> Tensor:
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys against those of all ranks and offers its best; all ranks cut the union to the
-    budget; the keys and values that are left are gathered; local queries attend to them. A collective: every rank of
-    the group calls it, with the same arguments apart from the tensors.
+    budget; the keys and values that are left are gathered; local queries attend to them. A collective, with the same
+    arguments on every rank apart from the tensors.
 
     Args:
         query: (B, Hq, Nq_local, D), this rank's queries, any number of them, also 0.
         key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
             ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone; `RandomKeys` draws with seed 0, for all tokens on every rank.
-            Or `Outliers` of cohorts, with or without a `Window`. Or `KeyScan`: every rank scans its keys for the
-            queries of all ranks, so what it sends grows with their number.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys`, drawn with seed 0, alone. Or `Outliers` of cohorts, with or without
+            a `Window`. Or `KeyScan`: every rank scans its keys for the queries of all ranks, so what it sends grows
+            with their number.
         rest: `Drop()`, the default; or `ClusterMeans` beside cohorts, or `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks; for `KeyScan` alone, with as many queries as keys on
@@ -71,8 +68,7 @@ def attention(
         of the precision, float32 or better.
 
         Gradients flow to the queries here and to the kept keys and values on the ranks that own them: those of one
-        process on the sum of all ranks' losses. The backward pass is a collective too: all ranks run it, in the same
-        order, or none does.
+        process on the sum of all ranks' losses. The backward pass is a collective too.
 
         Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
         scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
@@ -80,14 +76,13 @@ def attention(
         O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
-        TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ; a
+        TypeError, ValueError: on every rank, for malformed arguments of one, for arguments that differ, and for a
             selector or rest that does not work over ranks.
         RuntimeError: as `leverage_scores`.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
     """
-    comm = communicator(group)
-    call = "attention"
+    comm, call = communicator(group), "attention"
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
         if plan.scanned:
@@ -134,7 +129,7 @@ def attention(
 
 
 def _rule(plan: Plan) -> Sharded:
-    """How the only part of a plan scores keys; `ValueError` for others."""
+    """How the only part of a plan scores keys."""
     rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
     if rule is None:
         raise ValueError(
@@ -147,7 +142,7 @@ def _rule(plan: Plan) -> Sharded:
 
 
 def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
-    """The checked problem of this rank, which may have no queries or no keys."""
+    """The problem of this rank, which may have no queries or no keys."""
     have_tokens = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
     if have_tokens and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
@@ -169,9 +164,8 @@ def _attend(inputs: Inputs, kept: KeptKeys, weights: Weights, comm: Communicator
     if not inputs.queries:
         return no_output(inputs, [rows])
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
-    used = torch.arange(kept.width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)
-    used = used.flatten(2)
-    # In order of position, as one process lists them, and without the places in between.
+    used = (torch.arange(kept.width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)).flatten(2)
+    # In order of position, as one process lists them.
     index = marked_places(used, least=1)
     gathered = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)

@@ -5,7 +5,7 @@
     stand-ins   sums over ranks (`fewkeys.core.totals`)
     window      the nearest keys of the neighbouring shards, with their clusters, gathered
 
-Each rank then attends as one process does: to its own keys, the neighbouring keys and the kept keys of all ranks.
+Each rank then attends to its own keys, the neighbouring keys and the kept keys of all ranks, as one process does.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule that keeps a list for each cohort, if the plan has one."""
+    """The rule that keeps a list for each cohort, if any."""
     return next((part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1), None)
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries. `keep`: the result of `lists`; `tokens`: keys on each rank.
+    """The output (B, Hq, Nq, Dv) of this rank's queries. `tokens`: the number of keys on each rank.
 
     Each of R ranks sends (R - 1) B Hkv H S (D + Dv) numbers for H cohorts with lists of S keys, and
-    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys, whatever the number of tokens.
+    (R - 1) B Hkv W (D + Dv + 1) for a window of W keys.
     """
     x, reach = inputs, band(plan)
     with torch.no_grad():
@@ -89,10 +89,7 @@ def band(plan: Plan) -> tuple[int, int] | None:
 
 
 def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer.
-
-    `tokens`: the number of rows on each rank.
-    """
+    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer."""
     edges = []
     for count, before in ((left, True), (right, False)):
         if not count:
@@ -120,7 +117,7 @@ def _columns(
     places = torch.stack(comm.all_gather(pad(kept.index, (0, kept.width - kept.index.shape[-1]))))
     firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
     used = torch.arange(kept.width, device=places.device) < kept.counts.unsqueeze(-1)
-    position, used = ((part.movedim(0, 2).flatten(2)) for part in (places + firsts, used))
+    position, used = (part.movedim(0, 2).flatten(2) for part in (places + firsts, used))
     is_near = (position >= near.start) & (position < near.stop)
     index = torch.where(is_near, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
     order = marked_places(used)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,8 @@ from torch import Tensor
 
 from fewkeys.core.validation import check_real
 
-if TYPE_CHECKING:  # torch may be built without them
-    from torch.distributed import ProcessGroup, Work
-
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others by default."""
-
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
 
@@ -36,15 +32,14 @@ class Communicator:
         rank, size: this process's number in the group, and the number of processes in it.
         bytes_sent: payload bytes that this rank has sent, as ring algorithms send them: `(size - 1) m` for an
             all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size` for an all-reduce of m bytes.
-            Headers and the backward pass count, frames and acknowledgements of the network do not. All ranks count
-            alike.
+            Headers and the backward pass count. All ranks count alike.
 
     Raises:
         RuntimeError: torch was built without torch.distributed, or no process group was initialised.
         TypeError, ValueError: `group` is no process group with this process in it; `timeout` is not a positive number.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
         self.timeout = check_real("timeout", timeout, above=0.0)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -63,7 +58,7 @@ class Communicator:
         self._devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
     @property
-    def group(self) -> ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         """The process group."""
         group = self._group()
         if group is None:
@@ -79,9 +74,7 @@ class Communicator:
             )
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The entrywise sum or maximum of all ranks' tensors, of the same shape and dtype on each: a new tensor, with
-        the same bits on all ranks.
-        """
+        """The entrywise sum or maximum of all ranks' tensors of one shape and dtype: the same new bits on all ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
@@ -91,7 +84,7 @@ class Communicator:
         return result
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors in rank order, of the same shape and dtype on each."""
+        """All ranks' tensors of one shape and dtype, in rank order."""
         from torch._C._distributed_c10d import AllgatherOptions  # exported nowhere else, and absent from some builds
 
         local = tensor.detach().contiguous()
@@ -103,9 +96,7 @@ class Communicator:
         return parts
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors in rank order, whose first dimensions may differ. Lengths are sent first, then the rows,
-        padded to the longest part.
-        """
+        """All ranks' tensors in rank order; first dimensions may differ, and are sent before the padded rows."""
         lengths = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device))]
         longest = max(lengths)
         if longest == 0:
@@ -123,11 +114,11 @@ class Communicator:
         rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather_rows(rows)]
 
-    def _run(self, launch: Callable[[], Work], what: str) -> None:
+    def _run(self, launch: Callable[[], dist.Work], what: str) -> None:
         """Start a collective and wait for it, for at most the timeout.
 
         The operation has the same timeout, or it would go on in the background, and with gloo the process could not
-        exit for half an hour. The wait needs one, because with nccl only the GPU would wait.
+        exit for half an hour. The wait needs one because with nccl only the GPU would wait.
         """
         start, reason = time.monotonic(), ""
         try:
@@ -144,8 +135,8 @@ class Communicator:
         )
 
 
-def communicator(group: ProcessGroup | Communicator | None) -> Communicator:
-    """`group` itself if it is a `Communicator`, else one around it."""
+def communicator(group: dist.ProcessGroup | Communicator | None) -> Communicator:
+    """`group` if it is a `Communicator`, else one around it."""
     return group if isinstance(group, Communicator) else Communicator(group)
 
 

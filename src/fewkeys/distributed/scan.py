@@ -5,7 +5,7 @@
     means     from sums over all ranks; the rank that holds a query attends to them
     outputs   each rank attends to the chosen keys that it holds; largest scores and sums of weights join the parts
 
-As in one process, codes are relative to the first block of all tokens, and the first of equal scores is kept.
+As in one process, codes are relative to the first block, and the first of equal scores is kept.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, s
 
 
 def check_scan(plan: Plan) -> None:
-    """Raise `ValueError` for a plan whose other parts do not work over ranks."""
+    """Raise `ValueError` unless all parts of a plan work over ranks."""
     if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
         raise ValueError(
             "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
@@ -41,7 +41,7 @@ def check_scan(plan: Plan) -> None:
 def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries. `asked`: the number of queries on each rank.
 
-    A rank sends its queries, `B Hq Nq D` numbers. For each query of all ranks it sends 8 bytes a chosen key, and `2 Dv`
+    A rank sends its queries, `B Hq Nq D` numbers, and for each query of all ranks 8 bytes a chosen key and `2 Dv`
     numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
     """
     x, place = inputs, inputs.whole
@@ -69,7 +69,7 @@ def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator)
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """This rank's keys and values. `first`: the place of its first key in the whole sequence; `local`: its queries."""
+    """This rank's keys and values. `first`: the place of its first key; `local`: its queries."""
 
     whole: Inputs
     key: Tensor
@@ -82,7 +82,7 @@ class _Shard:
         return self.key.shape[2]
 
     def totals(self, comm: Communicator) -> Tensor:
-        """(B, Hkv, G + 1, D + Dv), float64: sums of all ranks' keys and values before each block, and the end."""
+        """(B, Hkv, G + 1, D + Dv), float64: sums of all ranks' keys and values before each block and the end."""
         rows = torch.cat([self.key, self.value], -1).double()
         block = (torch.arange(self.keys, device=rows.device) + self.first) // BLOCK
         zeros = rows.new_zeros((*rows.shape[:2], -(-self.whole.keys // BLOCK), rows.shape[3]))
@@ -128,17 +128,14 @@ class _Shard:
         mixed = near @ values[0] + (far.unsqueeze(-2) @ values[1]).squeeze(-2)
         if means:
             mixed = mixed + means[0] @ values[2]
-        by_head: Tensor = mixed.flatten(1, 2)
-        return by_head
+        return torch.flatten(mixed, 1, 2)
 
 
 def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The keys of this rank that queries choose, (B, Hq, N, K), and those of all ranks, by their places in the whole
-    sequence; -1 for none.
-    """
+    """The keys of this rank that queries choose, (B, Hq, N, K), and the places of those of all ranks; -1 for none."""
     x, seen = shard.whole, before_block(shard.whole)
-    head = shard.key[:, :, : max(0, BLOCK - shard.first)].movedim(2, 0)
-    codes = encode(shard.key, Frame.of(torch.cat(comm.all_gather_rows(head)).movedim(0, 2)))
+    first_block = OverRanks(comm).rows(shard.key[:, :, : max(0, BLOCK - shard.first)])
+    codes = encode(shard.key, Frame.of(first_block))
     level, sigma = codes.levels()[:, :, : shard.keys], codes.sigma[:, :, : shard.keys]
     query, place = rounded(x.query, x.scale), torch.arange(shard.keys, device=x.query.device) + shard.first
     chosen = []

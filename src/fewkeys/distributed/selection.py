@@ -1,7 +1,4 @@
-"""Two rounds of selection over ranks: every rank chooses among its own keys, then all cut the union to the budget.
-
-Only scores are sent.
-"""
+"""Two rounds of selection that send only scores: every rank chooses among its own keys, then all cut the union."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +16,8 @@ from fewkeys.select.base import Sharded
 class KeptKeys:
     """The keys of all ranks that are kept.
 
-    `index` (B, Hkv, S): this rank's kept keys as positions in its shard, ascending, at the head of each list;
-    `counts` (ranks, B, Hkv): how many each rank keeps. S is the largest of this rank's counts.
+    `index` (B, Hkv, S): this rank's kept keys as positions in its shard, ascending, S the largest of its counts;
+    `counts` (ranks, B, Hkv): how many each rank keeps.
     """
 
     index: Tensor
@@ -33,7 +30,7 @@ class KeptKeys:
 
 
 def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
-    """The keys that a rule keeps of all ranks, the same as in one process; `inputs.whole` is the whole sequence."""
+    """The keys that a rule keeps of all ranks, the same as in one process."""
     score = rule.score(inputs)
     if rule.count is not None:
         return best(score, rule.count, comm)

@@ -16,10 +16,7 @@ from fewkeys.distributed.communicator import Communicator
 
 
 def gather(rows: Tensor, width: int, comm: Communicator) -> Tensor:
-    """The rows (B, H, n_r, F) of all ranks r, (ranks, B, H, width, F), in working precision, zero from place n_r on.
-
-    `width`: the largest n_r, at least 1, the same on all ranks.
-    """
+    """The rows (B, H, n_r, F) of all ranks r, (ranks, B, H, width, F), in working precision, zero from place n_r on."""
     gathered: Tensor = _Gather.apply(pad(rows, (0, 0, 0, width - rows.shape[2])), comm)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -36,12 +33,12 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         agree(ctx.comm, "backward of attention", {"gradient": [*gradient.shape, str(gradient.dtype)]})
-        # An all-reduce and not a reduce-scatter, which would need half the bytes: gloo makes the one of the other.
+        # Not a reduce-scatter, which would need half the bytes: gloo makes it of an all-reduce.
         return ctx.comm.all_reduce(gradient)[ctx.comm.rank].to(ctx.dtype), None
 
 
 class OverRanks(Totals):
-    """Totals over the keys of all ranks; each method is a collective. Gradients flow through sums."""
+    """Totals over all ranks; each method is a collective. Gradients flow through sums."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -65,7 +62,7 @@ class OverRanks(Totals):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Every rank's loss depends on it: so gradients are summed over ranks, too."""
+    """The sum over ranks. Every rank's loss depends on it, so gradients are summed over ranks, too."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, comm: Communicator) -> Tensor:
@@ -79,6 +76,6 @@ class _Sum(torch.autograd.Function):
 
 
 def no_output(inputs: Inputs, parts: Sequence[Tensor | None]) -> Tensor:
-    """The empty output of a rank without queries. It depends on the parts: other ranks wait for their backward pass."""
+    """The empty output of a rank without queries. It depends on the parts, whose backward pass other ranks wait for."""
     tie = sum((part.sum() for part in parts if part is not None), working(inputs.key).new_zeros(()))
     return inputs.query[..., :1].expand(-1, -1, -1, inputs.value_dim) * tie.to(inputs.query.dtype)
