@@ -85,7 +85,7 @@ _ROOMS = ("select", "rest", "weights", "metrics", "papers", "distributed")
 
 
 def _place(name: str) -> str | None:
-    """Where a name lives that is public in one of the rooms, or the class of what `capture` and `stream` return."""
+    """Where a name is public: in one of the rooms, or as the class of what `capture` and `stream` return."""
     if name.startswith("_") or _find_spec(f"{__name__}.{name}") is not None:
         return None
     rooms = [_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "memory")]

@@ -1,4 +1,4 @@
-"""`fewkeys.attention`, the public function. What happens to its arguments is in `fewkeys.flow`."""
+"""`fewkeys.attention`, the public function around `fewkeys.flow`."""
 
 from collections.abc import Sequence
 from typing import Never
@@ -52,7 +52,7 @@ def attention(
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
         lengths: (B,) integers: how many keys of each sequence, the first ones, are real. The output at padded queries
-            of self-attention is defined but meaningless.
+            of self-attention is meaningless.
         key_mask: bool (B, Nk), True for real keys, wherever they are; instead of `lengths`.
         query_offset: position of the first query among the keys (0 aligns upper-left, as torch's SDPA does; Nk - Nq
             for decoding with a cache).
@@ -65,13 +65,12 @@ def attention(
             `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is faster, by a model of
             this machine: its measurements are kept for 30 days, for an hour if other work disturbed them.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
-            queries computed exactly, is above this. `fewkeys.Guard` says what that costs and means; a `Guard` in place
-            of the number counts how often it happens.
+            queries computed exactly, is above this. A `Guard`, which says what that costs and means, counts how often
+            it happens.
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
-            query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for a
-            stand-in `log(mean of exp(bias))` over its keys, with their weights in it (`fewkeys.core.distances`).
-            Oracles and lists of cohorts choose keys with it, other rules without. For plans of windows and lists with
-            nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
+            query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for
+            stand-ins as in `fewkeys.core.distances`. Oracles and lists of cohorts choose keys with it, other rules
+            without. For plans of windows and lists with nothing or `ClusterMeans` beside them; not by "native".
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.
@@ -79,12 +78,16 @@ def attention(
     Raises:
         TypeError, ValueError: malformed input, naming the argument, what was expected, what came, and the fix.
 
-    Gradients flow through kept keys, values and stand-ins, not through the selection. `torch.compile` breaks its graph
-    at the call. Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
+    Gradients flow through kept keys, values, stand-ins and the bias, not through the selection. `torch.compile` breaks
+    its graph at the call. Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     if unknown:
         raise unknown_option(next(iter(unknown)))
-    plan = _plan(plan, keep, rest, weights)
+    if plan is None:
+        plan = Plan(keep, rest or Drop(), weights or Softmax())
+    elif keep is not None or rest is not None or weights is not None:
+        raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
+    flow.check_plan(plan)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
     if torch.compiler.is_dynamo_compiling():
@@ -93,14 +96,3 @@ def attention(
         output: Tensor = outside(flow.attention, query, key, value, plan=plan, max_error=max_error, **options)
         return output
     return flow.attention(query, key, value, plan=plan, max_error=max_error, **options)
-
-
-def _plan(
-    plan: Plan | Sequence[Plan] | None, keep: Selector | None, rest: Rest | None, weights: Weights | None
-) -> Plan | Sequence[Plan]:
-    if plan is None:
-        return Plan(keep, rest or Drop(), weights or Softmax())
-    if keep is not None or rest is not None or weights is not None:
-        raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
-    flow.check_plan(plan)
-    return plan

@@ -5,7 +5,7 @@
     prepare       chooses the keys to keep, and makes the stand-ins for all others (`fewkeys.execute.problem`)
     run           computes the output of a choice, by the two steps above
 
-`attention`, `explain`, spot checks and comparisons all use these steps.
+`attention`, `explain`, spot checks and comparisons share them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class Choice:
 
 
 FASTER = "by what is expected to be faster"
-"""The reason of a choice by expected times, which `fewkeys.cost.crossover` computes."""
+"""The reason of a choice by the times of `fewkeys.cost.crossover`."""
 
 
 def attention(
@@ -68,8 +68,8 @@ def checked(
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    Models store the rows of all heads of a token side by side. A plan with cohorts reads rows of one head in any order:
-    they are copied side by side if the plan will answer.
+    Models store the rows of all heads of a token side by side. A plan with cohorts reads those of one head in any
+    order: they are copied side by side if it will answer.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -99,13 +99,12 @@ def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = No
 
 
 def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
-    """Exact attention or the plan, from the shapes alone. Raises `ValueError` if the plan cannot run on such inputs."""
+    """Exact attention or the plan, from shapes alone. Raises `ValueError` if the plan cannot run on such inputs."""
     plan.check(inputs)
     if plan.keep is None:
         return Choice(inputs, plan, True, "the plan keeps every key")
     if guard is not None and inputs.queries <= guard.queries:
         return Choice(inputs, plan, True, "the check of so few queries is their answer")
-    # `"reference"` always runs the plan, and only `"auto"` may use exact attention because it is faster.
     if inputs.impl == "reference":
         return Choice(inputs, plan, False, "the reference runs every plan as it is defined")
     if plan.keep.covers(inputs):
@@ -118,10 +117,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
 
 
 def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
-    """Whether `choose` uses exact attention for all heads of a call with such queries, keys and values.
-
-    Decided once for each shape, so that a short input costs little more than without a plan.
-    """
+    """Whether `choose` uses exact attention for all heads of a call; decided once for each shape, to cost little."""
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
     how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), is_trained(*rows))
     return _gives_way(plans, shapes, *how)
@@ -161,8 +157,6 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
 
 
 def _computed(inputs: Inputs, plan: Plan) -> Tensor:
-    """The output of a plan for inputs in canonical form."""
-
     def compute() -> Tensor:
         problem = prepare(inputs, plan)
         return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
@@ -173,8 +167,8 @@ def _computed(inputs: Inputs, plan: Plan) -> Tensor:
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     """The parts of the problem in canonical form, and a function that joins their outputs.
 
-    In canonical form padding is zero and squares of all entries are finite. Causal problems have all padding behind the
-    real keys; sequences with the same padding are then one part.
+    In canonical form padding is zero, squares of all entries are finite, and causal problems have all padding behind
+    the real keys.
     """
     x, in_old_units = rescaled(choice.inputs.clear())
     parts, joined = without_gaps(x)
@@ -194,11 +188,6 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
     for plan, its_heads in heads.items():
         index = torch.tensor(its_heads, device=inputs.key.device)
         yield plan, index, inputs if len(heads) == 1 else inputs.heads(index)
-
-
-def never_exact(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
-    """The plan, or the plans, without `exact_if_faster`: they run although exact attention may be faster."""
-    return plan.never_exact() if isinstance(plan, Plan) else tuple(part.never_exact() for part in plan)
 
 
 def check_plan(plan: object) -> None:

@@ -27,11 +27,7 @@ MOST_COHORTS, COHORT_SLOTS = 64, 4096
 MOST_RANK = 8
 """The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
 OWN_BLOCK = BLOCK // 2 + 1
-"""Keys of the unfinished block that a query of a scan keeps, on average over the block, rounded up."""
-LEAST_SCANNED = OWN_BLOCK + 2
-"""The fewest slots of a scan: the unfinished block, one chosen key and one mean."""
-MEANS_OF_SCAN = 32
-"""Slots of a budget for each mean of a scan."""
+"""Keys of the unfinished block that a query of a scan keeps, on average, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,8 @@ class Plan:
         keep: the selector, or None for every key (exact attention).
         rest: the stand-ins; `Drop()` for none.
         weights: the kernel.
-        exact_if_faster: `impl="auto"` may answer with exact attention where that is faster than the plan.
-        is_causal: the plan is for causal attention alone, and refuses other calls.
+        exact_if_faster: `impl="auto"` may answer with exact attention where that is faster.
+        is_causal: refuse calls without causality.
     """
 
     keep: Selector | None = None
@@ -58,8 +54,8 @@ class Plan:
                 raise TypeError(f"{name}: expected a fewkeys {kind.__name__}, got {type(value).__name__}")
         if self.keep is not None and not isinstance(self.keep, Selector):
             raise TypeError(f"keep: expected a selector or None, got {type(self.keep).__name__}")
-        for name in ("exact_if_faster", "is_causal"):
-            check_flag(name, getattr(self, name))
+        check_flag("exact_if_faster", self.exact_if_faster)
+        check_flag("is_causal", self.is_causal)
         self.rest.check(self.weights)
         if self.keep is not None:
             self.rest.check_beside(self.keep)
@@ -71,7 +67,7 @@ class Plan:
 
     @property
     def scanned(self) -> int:
-        """How many keys each query chooses by a scan of all keys (`KeyScan`); 0 without one."""
+        """How many keys each query chooses by a `KeyScan`; 0 without one."""
         return max((past.scan for part in self.parts if (past := part.remembered) is not None), default=0)
 
     def check(self, inputs: Inputs) -> None:
@@ -102,11 +98,11 @@ class Plan:
             )
 
     def never_exact(self) -> Plan:
-        """The same plan without `exact_if_faster`: it runs although exact attention may be faster."""
+        """The same plan without `exact_if_faster`: it always runs."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
-        """What a query pays: the mean number of keys that it keeps, plus the price of the stand-ins."""
+        """What a query pays: the mean number of kept keys, plus the price of the stand-ins."""
         return kept + self.rest.slots(head_dim, value_dim)
 
     def __str__(self) -> str:
@@ -116,7 +112,7 @@ class Plan:
         return text if self.weights == Softmax() else f"{text}, {self.weights}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values; `from_dict` is the inverse. Learned tensors are named by their fingerprints."""
+        """The plan as JSON values, with the fingerprints of learned tensors."""
         return {
             "format": FORMAT,
             "keep": None if self.keep is None else [pack(part) for part in self.parts],
@@ -128,9 +124,9 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
-        """The plan that `to_dict` described. learned: by fingerprint, the learned values that it names."""
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        """The plan that `to_dict` described. learned: by fingerprint, the values that it names."""
+        kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        if kind != FORMAT:
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
         try:
             plan = build(_Description, data, learned)
@@ -153,12 +149,10 @@ class Plan:
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
-        """The plan saved in `directory`, a folder or a file in it. Nothing is downloaded.
-
-        Raises `ValueError` for files that are missing or damaged.
-        """
-        data = read_json(folder_of(directory), FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(folder_of(directory), data))
+        """The plan saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
+        folder = folder_of(directory)
+        data = read_json(folder, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder, data))
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ class _Description:
 
 
 def check_listed(plan: Plan) -> None:
-    """Raise `TypeError` for a plan with a part that `from_dict` could not find by its name."""
+    """Raise `TypeError` for a part that `from_dict` could not find by its name."""
     for part in (*plan.parts, plan.rest, plan.weights):
         if named_class(name := type(part).__name__) is not type(part):
             raise TypeError(
@@ -195,10 +189,9 @@ def budget(
     Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
     cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
     term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a
-    power of two, by default about 4096 / slots, at most 64; more cohorts have a smaller error and take longer to
-    prepare. With `cohorts=1` all queries of a head share a list (three sixteenths of the slots) and means, and a
-    quarter of the slots is a window. The shares were chosen on encoders of text, speech, images and molecules, each
-    left out once (experiments/encoders).
+    power of two, by default about 4096 / slots, at most 64; more have a smaller error and take longer to prepare. With
+    `cohorts=1` all queries of a head share a list (three sixteenths of the slots) and means, and a quarter of the slots
+    is a window. The shares were chosen on encoders of text, speech, images and molecules (experiments/encoders).
 
     With `is_causal=True`, `memory` is "all" or "constant":
 
@@ -209,8 +202,7 @@ def budget(
       the slots are recent blocks of keys, on average; all others are means of the keys before them. So is "all" below
       19 slots, which leave little room beside the unfinished block.
 
-    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
-    `is_causal`: a causal plan refuses calls without causality.
+    The plan sets `exact_if_faster`, and `is_causal` as given.
     """
     check_count("slots", slots)
     check_flag("is_causal", is_causal)
@@ -223,8 +215,9 @@ def budget(
     if check_cohorts("budget", cohorts) > 1 and is_causal:
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
     if is_causal:
-        keep, rest = _scan(slots) if memory == "all" and slots >= LEAST_SCANNED else _recent(slots)
-        return Plan(keep, rest, exact_if_faster=True, is_causal=True)
+        # A scan needs the unfinished block, a chosen key and a mean.
+        parts = _scan(slots) if memory == "all" and slots >= OWN_BLOCK + 2 else _recent(slots)
+        return Plan(*parts, exact_if_faster=True, is_causal=True)
     if slots == 1:
         return Plan(Window(1))
     outliers, window, rank = _shared_split(slots) if cohorts == 1 else _cohort_split(slots)
@@ -235,7 +228,7 @@ def budget(
 
 
 def _scan(slots: int) -> tuple[Selector, Rest]:
-    means = max(1, slots // MEANS_OF_SCAN)
+    means = max(1, slots // 32)
     return KeyScan(slots - OWN_BLOCK - means), BlockMeans(means)
 
 

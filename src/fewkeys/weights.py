@@ -1,14 +1,9 @@
 """How scores become weights: Softmax, and kernels in its place."""
 
-from fewkeys.core.rooms import public_names
-from fewkeys.core.weights import Elu as Elu
-from fewkeys.core.weights import Entmax as Entmax
-from fewkeys.core.weights import Power as Power
-from fewkeys.core.weights import Relu as Relu
-from fewkeys.core.weights import Softcap as Softcap
-from fewkeys.core.weights import Softmax as Softmax
-from fewkeys.core.weights import Weights as Weights
+from fewkeys.core.weights import Elu, Entmax, Power, Relu, Softcap, Softmax, Weights
+
+__all__ = ["Elu", "Entmax", "Power", "Relu", "Softcap", "Softmax", "Weights"]
 
 
 def __dir__() -> list[str]:
-    return public_names(globals())
+    return __all__

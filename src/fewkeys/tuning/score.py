@@ -21,7 +21,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
-from fewkeys.flow import attend, never_exact
+from fewkeys.flow import attend
 from fewkeys.plan import Plan
 from fewkeys.sketch.clusters import key_statistics
 from fewkeys.tuning.candidates import Candidate
@@ -77,7 +77,7 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
     for call in capture.calls(layer):
         problem = problem_of(call, seed)
         truth = exact.attend(problem, Softmax()).float()
-        output = attend(problem, never_exact(plans)).float()
+        output = attend(problem, [plan.never_exact() for plan in plans]).float()
         real = _real(problem)
         heads += float((relative_error(output, truth).mean(1) * real).double().sum())
         of_layer = relative_error(_layer_output(output, projection), _layer_output(truth, projection))
