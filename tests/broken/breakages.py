@@ -95,7 +95,7 @@ BREAKAGES = (
     Breakage(
         "tail tile of queries is left out",
         NEAR,
-        "const int64_t tiles = (p.queries + TILE - 1) / TILE;",
+        "const int64_t tiles = divide_up(p.queries, TILE);",
         "const int64_t tiles = p.queries / TILE;",
         (EXACT, AGREE),
     ),
@@ -354,8 +354,8 @@ BREAKAGES = (
     Breakage(
         "roots of metrics: of four rows one is not taken away",
         "native/products.h",
-        "for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];",
-        "for (int r = 1; r < count; r++) left -= load(row + r * stride + d) * by[r];",
+        "for (int r = 0; r < count; r++) left -= load(row + r * dim + d) * by[r];",
+        "for (int r = 1; r < count; r++) left -= load(row + r * dim + d) * by[r];",
         (PREPARED,),
     ),
     Breakage(

@@ -31,7 +31,6 @@ from fewkeys.native import sets
 from fewkeys.native.sets import InstructionSet
 
 LIBRARIES = Path(__file__).parent / "libraries"
-"""The folder of a wheel's libraries."""
 SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """The number of bytes after a library: its SHA-256."""
@@ -234,8 +233,7 @@ def _made(wanted: InstructionSet, flags: tuple[str, ...]) -> Kernels | str:
 
 def _kept(path: Path, wanted: InstructionSet) -> Kernels | None:
     """Kernels from a file that only this user could have written; None if it is missing or damaged."""
-    file = read_trusted(path)
-    library = None if file is None else _intact(file)
+    library = _intact(read_trusted(path) or b"")
     return None if library is None else _opened(library, path, wanted)
 
 
@@ -249,10 +247,8 @@ def _fingerprint(compiler: list[str], wanted: InstructionSet, flags: tuple[str, 
     """A digest of everything that the library depends on: sources, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
     parts = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *flags]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sets.SOURCES:
-        digest.update((sets.HERE / source).read_bytes())
-    return digest.hexdigest()[:16]
+    sources = b"".join((sets.HERE / name).read_bytes() for name in sets.SOURCES)
+    return hashlib.sha256("\0".join(parts).encode() + sources).hexdigest()[:16]
 
 
 def _folder_to_keep() -> Path | None:

@@ -5,7 +5,6 @@
 // list of candidates short, a sample of the blocks is scored first. It gives a bound that more than `count` keys are
 // expected to exceed. If fewer do, all keys are scored again without a bound, so the choice is exact.
 #pragma once
-#include <memory>
 #include <optional>
 
 #include "byte_scores.h"
@@ -45,7 +44,7 @@ class Scanner {
   void choose(int64_t head, const Asking &tile, Largest *best, int64_t part = 0, int64_t parts = 1) {
     for (int i = 0; i < tile.rows; i++)
       round_query(tile.row<T>(p, head, i), p.dim, p.wide, p.sign, turned.data(), &query[i * p.wide]);
-    const int64_t blocks = (tile.seen + CODED - 1) / CODED;
+    const int64_t blocks = divide_up(tile.seen, CODED);
     this->best = best, first = blocks * part / parts, last = blocks * (part + 1) / parts;
 #ifdef FEWKEYS_MATRIX
     if (tile.rows > FEW && MatrixScores::is_there()) return choose(matrix, head, tile);
@@ -147,10 +146,10 @@ static void by_tiles(const Scan &p, int threads, int64_t together, NewWorker new
   const int64_t heads = p.heads / p.gqa_ratio, count = all.size();
   // At least four portions for every thread, so that threads end at about the same time.
   together = std::clamp<int64_t>(count * heads / (4 * team_size(threads)), 1, together);
-  const int64_t each = (count + together - 1) / together;
+  const int64_t each = divide_up(count, together);
   in_parallel(threads, heads * each, new_worker, [&](auto &worker, int64_t t) {
     const int64_t first = t % each * together;
-    run(*worker, t / each, &all[first], (int)std::min(together, count - first));
+    run(worker, t / each, &all[first], (int)std::min(together, count - first));
   });
 }
 
@@ -159,10 +158,9 @@ static void scan_codes(const Scan &p, int threads) {
   struct Worker {
     Scanner<T> scanner;
     Largest best[TILE];
-    explicit Worker(const Scan &p) : scanner(p) {}
   };
   by_tiles(
-      p, threads, 1, [&] { return std::make_unique<Worker>(p); },
+      p, threads, 1, [&] { return Worker{Scanner<T>(p), {}}; },
       [&](Worker &worker, int64_t head, const Asking *tile, int) {
         worker.scanner.choose(head, *tile, worker.best);
         for (int i = 0; i < tile->rows; i++) {

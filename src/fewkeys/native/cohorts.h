@@ -6,7 +6,8 @@
 
 namespace fewkeys {
 
-constexpr int CHUNK = 32;  // keys that are scored at once
+constexpr int CHUNK = 32;     // keys that are scored at once
+constexpr int64_t AHEAD = 8;  // rows that are prefetched
 
 // The `rank` smallest of a list of numbers: those below `end`, and the first `ties` of those equal to `end`.
 struct Smallest {
@@ -61,7 +62,7 @@ struct Smallest {
 class Halver {
  public:
   explicit Halver(const Halves &p)
-      : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
+      : p(p), dim(p.dim), wide(round_up(dim)), size(round_up(p.rows_each, p.count)),
         most(round_up(2 * p.sample)), order(size), others(size), score(round_up(size)), picked(most * wide), by(most),
         half(most), along(wide), turned(wide), middle(wide), metric(wide * wide), square(wide * wide) {}
 
@@ -76,7 +77,6 @@ class Halver {
   }
 
  private:
-  static constexpr int64_t AHEAD = 8;
   const Halves &p;
   const int64_t dim, wide, size, most;  // most: the most rows that a direction is computed from
   const float *rows = nullptr;
@@ -151,7 +151,7 @@ class Halver {
   // along, turned <- the direction of the cut, from a sample of the rows, padded with zero rows to a multiple of FOUR:
   // power iterations, then steps that move it to the sum of the rows of one half.
   void look(const int32_t *members, int64_t span, int64_t real) {
-    const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
+    const int64_t step = std::max<int64_t>(1, span / p.sample), count = divide_up(real, step);
     const int64_t full = round_up(count, FOUR);
     for (int64_t i = 0; i < full; i++) {
       const bool is_row = i < count;
@@ -170,10 +170,11 @@ class Halver {
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
       for (float &x : turned) x /= length;
     }
-    const int64_t left = std::min((span + step - 1) / step / 2, count);
+    const int64_t left = std::min(divide_up(span, step) / 2, count);
     for (int i = 0; i < p.refine; i++) {
       products_with(picked.data(), full, turned.data(), wide, by.data());
-      mark(count, left);
+      Smallest smallest(by.data(), count, left);
+      for (int64_t j = 0; j < full; j++) half[j] = -float(smallest.takes(by[j]));
       sum_rows(picked.data(), full, half.data(), wide, along.data());
       turn();
     }
@@ -198,12 +199,6 @@ class Halver {
         if (lengths[r] > longest) longest = lengths[r], place = i + r;
     }
     copy(along.data(), &picked[place * wide], wide);
-  }
-
-  // half <- -1 for the rows with the `left` smallest products, 0 for all others.
-  void mark(int64_t count, int64_t left) {
-    Smallest smallest(by.data(), count, left);
-    for (int64_t j = 0; j < round_up(count, FOUR); j++) half[j] = -float(smallest.takes(by[j]));
   }
 
   // Writes the mean of each part and the covariance within parts, both from every `step`-th row.
@@ -402,7 +397,7 @@ static void best(const Best &p, int threads) {
     choosing.choose(head, tile, offset.data());
   };
   in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Choosing<T>(p); }, Phase{1, measure},
-            Phase{(p.keys + TILE - 1) / TILE, weigh}, Phase{(p.cohorts + TILE - 1) / TILE, choose});
+            Phase{divide_up(p.keys, TILE), weigh}, Phase{divide_up(p.cohorts, TILE), choose});
 }
 
 }  // namespace fewkeys

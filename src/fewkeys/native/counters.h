@@ -1,14 +1,13 @@
 // Counts the arithmetic of kernels and the bytes of their buffers, in builds with -DFEWKEYS_COUNT, so that tests see how
 // both grow with the length. In all other builds the calls below do nothing.
 #pragma once
-#include <cstdint>
-
-#ifdef FEWKEYS_COUNT
 #include <atomic>
+#include <cstdint>
 #include <new>
 
 namespace fewkeys {
 
+#ifdef FEWKEYS_COUNT
 inline std::atomic<int64_t> multiply_adds{0}, bytes_taken{0};
 // Allocations up to the one that fails, by which tests simulate a lack of memory; 0: none fails.
 inline std::atomic<int64_t> until_failure{0};
@@ -18,13 +17,9 @@ static inline void count_bytes(int64_t number) {
   if (until_failure > 0 && until_failure.fetch_sub(1) == 1) throw std::bad_alloc();
   bytes_taken.fetch_add(number, std::memory_order_relaxed);
 }
-
-}  // namespace fewkeys
 #else
-namespace fewkeys {
-
 static inline void count_multiply_adds(int64_t) {}
 static inline void count_bytes(int64_t) {}
+#endif
 
 }  // namespace fewkeys
-#endif

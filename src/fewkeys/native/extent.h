@@ -30,7 +30,7 @@ static void extents(const Extents &p, int threads) {
     int64_t count, dim, pieces;
   };
   const auto part = [&](const Rows &rows, void *copy, int64_t count, int64_t dim) {
-    return Part{rows, (T *)copy, count, dim, p.heads / p.key.heads * ((count + EXTENT - 1) / EXTENT)};
+    return Part{rows, (T *)copy, count, dim, p.heads / p.key.heads * divide_up(count, EXTENT)};
   };
   const Part parts[] = {part(p.query, p.query_copy, p.queries, p.dim), part(p.key, p.key_copy, p.keys, p.dim),
                         part(p.value, p.value_copy, p.keys, p.value_dim)};
@@ -39,7 +39,7 @@ static void extents(const Extents &p, int threads) {
     int at = 0;
     for (; piece >= parts[at].pieces; at++) piece -= parts[at].pieces;
     const Part &part = parts[at];
-    const int64_t each = (part.count + EXTENT - 1) / EXTENT, first = piece % each * EXTENT;
+    const int64_t each = divide_up(part.count, EXTENT), first = piece % each * EXTENT;
     const int64_t head = piece / each * part.rows.heads;  // the first of the sequence
     const T *rows = part.rows.template at<T>(head, 0);
     ivec seen = {};

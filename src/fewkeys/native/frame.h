@@ -9,9 +9,9 @@ template <class T>
 class Framing {
  public:
   explicit Framing(const Framed &p)
-      : p(p), dim(p.dim), wide(p.value_dim), tall(round_up(dim)), key_pieces(pieces_of(p.keys)),
-        query_pieces(p.gqa_ratio * pieces_of(p.queries)), key_size(dim + wide + 1), query_size(dim + tall * tall),
-        copy(FEW * tall) {}
+      : p(p), dim(p.dim), wide(p.value_dim), tall(round_up(dim)), key_pieces(divide_up(p.keys, PIECE)),
+        query_pieces(p.gqa_ratio * divide_up(p.queries, PIECE)), key_size(dim + wide + 1),
+        query_size(dim + tall * tall), copy(FEW * tall) {}
 
   // The number of pieces (of keys, then of queries), and the size of their sums.
   int64_t pieces() const { return key_pieces + query_pieces; }
@@ -45,8 +45,11 @@ class Framing {
         second[d * dim + e] = second[e * dim + d] = p.scale * p.scale * asked[dim + d * tall + e] / queries;
     }
     centre(head, sums);
-    const bool is_definite = factorise(head);
-    float *form = p.form + head * (dim + 1) * dim;
+    // The form is L^T and the mean query, the root is L.
+    float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
+    const bool is_definite = factorise(second, dim, p.ridge, form);
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
     std::copy_n(mean_query, dim, form + dim * dim);
     for (int64_t r = 0; r <= dim; r++)
       p.shift[head * (dim + 1) + r] = product(form + r * dim, p.mean + head * dim, dim);
@@ -57,8 +60,6 @@ class Framing {
   const Framed &p;
   const int64_t dim, wide, tall, key_pieces, query_pieces, key_size, query_size;
   Floats copy;
-
-  static int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
 
   // Adds queries, and the upper triangle of their outer products.
   void multiply(const T *query, int64_t count, float *sums) {
@@ -76,15 +77,6 @@ class Framing {
     for (int64_t d = 0; d < wide; d++) value[d] = sums[dim + d] / keys;
     const float square = sums[dim + wide] / keys - product(value, value, wide);
     p.unit[head] = 1.0f / std::sqrt(std::max(square, std::numeric_limits<float>::min()));
-  }
-
-  // Writes L^T to the form, L to the root.
-  bool factorise(int64_t head) {
-    float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
-    const bool is_definite = factorise_raised(p.second + head * dim * dim, dim, p.ridge, form);
-    for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
-    return is_definite;
   }
 };
 

@@ -103,7 +103,7 @@ class Adder {
 
 template <class T>
 static void label_sums(const Sums &p, int threads) {
-  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.heads, both = p.dim + p.value_dim;
+  const int64_t pieces = divide_up(p.keys, PIECE), heads = p.heads, both = p.dim + p.value_dim;
   const int64_t size = p.count * both, wide = round_up(p.value_dim), square = p.middle ? round_up(p.dim) * wide : 0;
   Floats parts(heads * pieces * (size + square));
   const auto add_piece = [&](Adder<T> &adder, int64_t t) {

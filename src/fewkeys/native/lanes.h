@@ -31,7 +31,7 @@ constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 constexpr int TILE = 32, WIDE = TILE / LANES;
 constexpr int FILL = 16;  // rows of values are padded to a multiple of it; the widest vector divides it
 constexpr int SOME = 4;   // rows of weighted sums that are computed at once
-static inline int64_t round_up(int64_t count, int64_t to = FILL) { return (count + to - 1) / to * to; }
+static inline int64_t round_up(int64_t count, int64_t to = FILL) { return divide_up(count, to) * to; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));

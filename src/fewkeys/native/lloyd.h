@@ -149,7 +149,7 @@ static void cluster(const Clustered &p, int threads) {
   const auto seek = [](Clustering<T> &clustering, int64_t head, int64_t) { clustering.seek(head); };
   const auto survey = [](Clustering<T> &clustering, int64_t head, int64_t tile) { clustering.survey(head, tile * TILE); };
   in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Clustering<T>(p); }, Phase{1, seek},
-            Phase{(p.keys + TILE - 1) / TILE, survey});
+            Phase{divide_up(p.keys, TILE), survey});
 }
 
 }  // namespace fewkeys

@@ -221,7 +221,7 @@ class NearAttention {
 template <class T>
 static void attend_near(const Near &p, int threads) {
   const int64_t lists = p.heads / p.gqa_ratio;
-  const int64_t tiles = (p.queries + TILE - 1) / TILE;
+  const int64_t tiles = divide_up(p.queries, TILE);
   std::vector<Columns<T>> shared(lists, Columns<T>(p));
   in_parallel(threads, lists, [] { return 0; }, [&](int, int64_t head) { shared[head].gather(head); }, 16);
   const auto attend = [&](NearAttention<T> &attention, int64_t t) {

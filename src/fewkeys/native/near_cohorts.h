@@ -203,8 +203,8 @@ template <class T>
 static void attend_cohorts(const Near &p, int threads) {
   typedef BandAttention<T> Band;
   typedef CohortAttention<T> Attention;
-  const int64_t heads = p.heads / p.cohorts, tiles = (p.queries + TILE - 1) / TILE;
-  const int64_t cohort_tiles = tiles * p.cohorts, band_tiles = (p.asked + TILE - 1) / TILE * p.asking;
+  const int64_t heads = p.heads / p.cohorts, tiles = divide_up(p.queries, TILE);
+  const int64_t cohort_tiles = tiles * p.cohorts, band_tiles = divide_up(p.asked, TILE) * p.asking;
   const auto attend_tile = [&](Attention &attention, Surroundings &around, int64_t head, int64_t i) {
     attention.attend(around, head * p.cohorts + i / tiles, i % tiles * TILE);
   };

@@ -132,46 +132,41 @@ static inline void add_square(const float *row, int64_t stride, int count, int d
   }
 }
 
-// Cholesky factorisation in place: U of A = U^T U, for a symmetric matrix (dim, dim) whose rows are `stride` apart.
-// Reads the upper triangle and sets the rest to zero. Returns false if A is not positive definite.
-static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {
+// Cholesky factorisation: U of A = U^T U, for a symmetric matrix (dim, dim), of which the upper triangle is read, with
+// `ridge` times the mean of its diagonal added to the diagonal. Returns false if A is not positive definite.
+static __attribute__((noinline)) bool factorise(const float *matrix, int64_t dim, float ridge, float *root) {
+  float trace = 0.0f;
+  for (int64_t d = 0; d < dim; d++) trace += matrix[d * dim + d];
+  std::copy_n(matrix, dim * dim, root);
+  for (int64_t d = 0; d < dim; d++) root[d * dim + d] += ridge * (trace / dim) + std::numeric_limits<float>::min();
   count_multiply_adds(dim * dim * dim / 6);
   // Subtracts `count` rows, each times its entry in column e, from the row `to`, from column e on.
   const auto take = [=](float *to, int64_t e, const float *row, auto count) {
     float by[SOME];
-    for (int r = 0; r < count; r++) by[r] = row[r * stride + e];
+    for (int r = 0; r < count; r++) by[r] = row[r * dim + e];
     int64_t d = e / LANES * LANES;
     for (; d + LANES <= dim; d += LANES) {
       vec left = load(to + d);
-      for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];
+      for (int r = 0; r < count; r++) left -= load(row + r * dim + d) * by[r];
       store(to + d, left);
     }
     for (; d < dim; d++)
-      for (int r = 0; r < count; r++) to[d] -= row[r * stride + d] * by[r];
+      for (int r = 0; r < count; r++) to[d] -= row[r * dim + d] * by[r];
   };
   for (int64_t first = 0; first < dim; first += SOME) {
-    float *rows = matrix + first * stride;
+    float *rows = root + first * dim;
     const int64_t stop = std::min(dim, first + SOME);
     for (int64_t d = first; d < stop; d++) {
-      float *row = matrix + d * stride;
+      float *row = root + d * dim;
       take(row, d, rows, int(d - first));
       if (!(row[d] > 0.0f && row[d] <= std::numeric_limits<float>::max())) return false;
       const float inverse = 1.0f / std::sqrt(row[d]);
       for (int64_t e = d; e < dim; e++) row[e] *= inverse;
     }
-    for (int64_t e = stop; e < dim; e++) take(matrix + e * stride, e, rows, std::integral_constant<int, SOME>());
+    for (int64_t e = stop; e < dim; e++) take(root + e * dim, e, rows, std::integral_constant<int, SOME>());
   }
-  for (int64_t d = 1; d < dim; d++) std::fill_n(matrix + d * stride, d, 0.0f);
+  for (int64_t d = 1; d < dim; d++) std::fill_n(root + d * dim, d, 0.0f);
   return true;
-}
-
-// The same of a dense matrix plus `ridge` times the mean of its diagonal on the diagonal; U goes to `to`.
-static inline bool factorise_raised(const float *matrix, int64_t dim, float ridge, float *to) {
-  float trace = 0.0f;
-  for (int64_t d = 0; d < dim; d++) trace += matrix[d * dim + d];
-  std::copy_n(matrix, dim * dim, to);
-  for (int64_t d = 0; d < dim; d++) to[d * dim + d] += ridge * (trace / dim) + std::numeric_limits<float>::min();
-  return factorise(to, dim, dim);
 }
 
 }  // namespace fewkeys

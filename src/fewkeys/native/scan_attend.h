@@ -178,7 +178,7 @@ class ScanAttention {
     size.resize(p.means);
     std::fill(value.begin() + near * wide, value.end(), 0.0f);
     for (int64_t c = 0; c < p.means; c++) {
-      const int64_t start = (edges[c] + CODED - 1) / CODED, stop = (edges[c + 1] + CODED - 1) / CODED;
+      const int64_t start = divide_up(edges[c], CODED), stop = divide_up(edges[c + 1], CODED);
       const double *before = p.total.at<double>(head, start), *after = p.total.at<double>(head, stop);
       const double *real = p.size + head / p.key.heads * (p.blocks + 1);
       const double count = p.size ? real[stop] - real[start] : edges[c + 1] - edges[c];
@@ -296,7 +296,7 @@ static void scan_attend_rows(const ScanAttend &p, int threads) {
   const int64_t often = OFTEN * p.of.keys / (TILE * std::max<int64_t>(1, p.of.count));
   by_tiles(
       p.of, threads, bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST),
-      [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      [&] { return ScanAttention<T, R>(p); },
       [](ScanAttention<T, R> &worker, int64_t head, const Asking *tile, int tiles) { worker.attend(head, tile, tiles); });
 }
 

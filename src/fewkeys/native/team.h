@@ -22,6 +22,8 @@ struct Large {};       // a number exceeds the limit of the call
 
 constexpr int MOST_THREADS = 256;
 
+static inline int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
+
 // The entry point of the OpenMP library that torch has loaded, which `build.py` looks up: with torch's threads no second
 // set of threads competes for the cores.
 typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
@@ -210,7 +212,7 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
     team.run([&] { take_pieces(next, pieces, batch, until, new_worker, run); });
   };
   // Not more threads than batches: waking a thread for nothing costs more than a small call.
-  const int size = team_size(std::min<int64_t>(threads, (pieces + batch - 1) / batch));
+  const int size = team_size(std::min<int64_t>(threads, divide_up(pieces, batch)));
   if (size == 1) {
     take(0);
     return team.settle();

@@ -26,7 +26,7 @@ struct ByCluster {
     const int64_t lists = p.cohorts * p.kept, *index = p.index + head * lists;
     const uint8_t *used = p.used + head * lists;
     chunk.assign(p.count + 1, 0);
-    for (int64_t c = 0; c < p.count; c++) chunk[c + 1] = chunk[c] + (begin[c + 1] - begin[c] + CHUNK - 1) / CHUNK;
+    for (int64_t c = 0; c < p.count; c++) chunk[c + 1] = chunk[c] + divide_up(begin[c + 1] - begin[c], CHUNK);
     const auto chunk_of = [&](int64_t key) { return chunk[label[key]] + (rank[key] - begin[label[key]]) / CHUNK; };
     const int64_t chunks = chunk[p.count];
     kept_begin.assign(chunks + 1, 0);
@@ -62,7 +62,7 @@ class Cluster {
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
-        cohorts((p.cohorts + TILE - 1) / TILE, CohortLanes(dim)), level(cohorts.size() * TILE), row(CHUNK * both),
+        cohorts(divide_up(p.cohorts, TILE), CohortLanes(dim)), level(cohorts.size() * TILE), row(CHUNK * both),
         score(cohorts.size() * CHUNK * TILE), p(p) {}
 
   void take(const ByCluster &keys, int64_t of, int64_t cluster) {
@@ -114,13 +114,16 @@ class Cluster {
     }
     kept_begin++;
     for (size_t t = 0; t < cohorts.size(); t++)
-      for (int j = 0; j < count; j++) weight[j] += weight_of(&score[(t * CHUNK + j) * TILE], cohorts[t].used);
+      for (int j = 0; j < count; j++) {
+        vec sum = {};
+        for (int v = 0; v < cohorts[t].used; v += LANES) sum += load(&score[(t * CHUNK + j) * TILE + v]);
+        weight[j] += sum_of_lanes(sum);
+      }
     at += count;
     return count;
   }
 
  private:
-  static constexpr int64_t AHEAD = 8;
   const Tilts &p;
   int64_t head = -1, at = 0, end = 0;
   const int32_t *order = nullptr;
@@ -149,12 +152,6 @@ class Cluster {
         store(to, there ? x : vec{});
       }
     }
-  }
-
-  static float weight_of(const float *e, int used) {
-    vec sum = {};
-    for (int v = 0; v < used; v += LANES) sum += load(e + v);
-    return sum_of_lanes(sum);
   }
 };
 
