@@ -29,21 +29,10 @@ def scan(
     (B, Hq, Nq, D); sign (W,); seen (Nq,), ascending; real (B, N) or None.
     """
     batch, heads, queries, dim = query.shape
-    return struct("Scan")(
-        packed=packed,
-        sigma=sigma,
-        sign=sign,
-        seen=seen,
-        real=real,
-        query=query,
-        heads=batch * heads,
-        gqa_ratio=heads // packed.shape[1],
-        queries=queries,
-        keys=0 if real is None else real.shape[1],
-        dim=dim,
-        wide=len(sign),
-        count=count,
-    )
+    tensors = {"packed": packed, "sigma": sigma, "sign": sign, "seen": seen, "real": real, "query": query}
+    sizes = {"heads": batch * heads, "gqa_ratio": heads // packed.shape[1], "queries": queries, "dim": dim}
+    sizes |= {"keys": 0 if real is None else real.shape[1], "wide": len(sign), "count": count}
+    return struct("Scan")(**tensors, **sizes)
 
 
 def best_codes(

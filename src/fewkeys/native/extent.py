@@ -17,9 +17,8 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     """`core.validation.largest_entries` of queries (B, Hq, Nq, D), keys (B, Hkv, Nk, D) and values of one dtype: in one
     call of all threads, where torch makes three.
     """
-    if not _can_read(query, key, value):
-        return largest_entries(query, key, value)
-    return _look(query, key, value)
+    rows = query, key, value
+    return _look(*rows) if _can_read(*rows) else largest_entries(*rows)
 
 
 def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
@@ -67,12 +66,7 @@ def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _look(query: Tensor, key: Tensor, value: Tensor, **copies: Tensor) -> list[float]:
     numbers = (ctypes.c_float * 3)()
-    args = struct("Extents")(
-        **sized(key, value),
-        **copies,
-        query=query,
-        largest=ctypes.addressof(numbers),
-        queries=query.shape[2],
-    )
+    queries = {"query": query, "queries": query.shape[2]}
+    args = struct("Extents")(**sized(key, value), **queries, **copies, largest=ctypes.addressof(numbers))
     call("fewkeys_extents", args, query.dtype)
     return list(numbers)
