@@ -55,20 +55,18 @@ def attend(problem: Problem) -> Tensor:
         sources.append(Band(x, graph.band, graph.columns, size))
     if graph.extra is not None:
         sources.append(graph.extra.source(graph))
-    means: Means | PastMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
-        means = PastMeans(stand_ins, isinstance(weights, Softmax))
+        sources.append(PastMeans(stand_ins, isinstance(weights, Softmax)))
     elif isinstance(stand_ins, StandIns):
-        means = Means(stand_ins, [source for source in sources if isinstance(source, Kept) and source.is_represented])
-    if means is not None:
-        sources.append(means)
+        near = [source for source in sources if isinstance(source, Kept) and source.is_represented]
+        sources.append(Means(stand_ins, near))
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
 
     query = x.grouped_query().flatten(0, 1)
 
     def part(heads: slice, start: int, stop: int) -> Tensor:
         chunk = Chunk.of(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
-        return chunk.by_query(_attend_chunk(chunk, sources, means, weights, distances))[:, :, : stop - start]
+        return chunk.by_query(_attend_chunk(chunk, sources, weights, distances))[:, :, : stop - start]
 
     # Some heads and some blocks of queries at a time, at most `CACHED_SCORES` scores.
     width = sum(source.width for source in sources) * x.gqa_ratio
@@ -78,9 +76,7 @@ def attend(problem: Problem) -> Tensor:
     return assembled(x, heads, spans, part)
 
 
-def _attend_chunk(
-    chunk: Chunk, sources: list[Source], means: Means | PastMeans | None, weights: Weights, distances: Distances | None
-) -> Tensor:
+def _attend_chunk(chunk: Chunk, sources: list[Source], weights: Weights, distances: Distances | None) -> Tensor:
     """The output of a chunk's queries, (H, M, Dv)."""
     parts = [source.scores(chunk) for source in sources]
     multiplicity = None
@@ -90,11 +86,9 @@ def _attend_chunk(
                 parts[number] = parts[number] + distances.of(source.place(chunk), chunk)
             elif isinstance(source, Means):
                 parts[number] = parts[number] + distances.of_stand_ins(source.member, chunk)
-    elif means is not None:
-        multiplicity = means.multiplicity(chunk)
-        if multiplicity is not None:
-            # A stand-in without keys must not decide the row's largest score.
-            parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
+    elif (multiplicity := sources[-1].multiplicity(chunk)) is not None:
+        # A stand-in without keys must not decide the row's largest score.
+        parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
     if multiplicity is not None:
         weight[-1] = weight[-1] * multiplicity if weight[-1].requires_grad else weight[-1].mul_(multiplicity)

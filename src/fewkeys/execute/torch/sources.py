@@ -108,6 +108,10 @@ class Source(ABC):
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         """The weighted sum of the source's values (H, M, Dv)."""
 
+    def multiplicity(self, chunk: Chunk) -> Tensor | None:
+        """How many keys each entry represents, (H, M or 1, width); None: one, or the scores include the number."""
+        return None
+
 
 class Kept(Source):
     """Keys that queries attend to exactly."""
@@ -275,7 +279,6 @@ class Means(Source):
         return scores
 
     def multiplicity(self, chunk: Chunk) -> Tensor:
-        """How many keys each stand-in represents, per query: (H, M, C), or (H, 1, C) where all queries agree."""
         total = self.total[chunk.heads]
         kept = [source.represented(self.member, chunk) for source in self.near]
         if not kept:
@@ -311,7 +314,6 @@ class PastMeans(Source):
         return (scores + chunk.part(self.bias).unsqueeze(2)).flatten(1, 2)
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
-        """How many keys each stand-in represents, (H, M, C); None where the bias includes it."""
         if self.tilted:
             return None
         rows = chunk.gqa_ratio * chunk.size
