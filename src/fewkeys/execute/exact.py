@@ -34,9 +34,8 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
     return restore(_attend(x, weights))
 
 
-def _attend(inputs: Inputs, weights: Weights) -> Tensor:
-    x, is_reference = inputs, inputs.impl == "reference"
-    if is_reference or not isinstance(weights, Softmax):
+def _attend(x: Inputs, weights: Weights) -> Tensor:
+    if (is_reference := x.impl == "reference") or not isinstance(weights, Softmax):
         x = x.clear()
         dense = reference.attend if is_reference else reference.attend_in_pieces
         return dense(Problem(x, Graph(x, full=True), None, weights))

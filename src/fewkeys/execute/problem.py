@@ -7,7 +7,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.plan import Plan
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, CohortStandIns, StandIns
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +18,6 @@ class Problem:
     graph: Graph
     stand_ins: AnyStandIns | None
     weights: Weights
-
-    @property
-    def by_block(self) -> bool:
-        """Whether blocks of consecutive queries have lists or means of their own."""
-        by_list = self.graph.columns is not None and not self.by_cohort and self.graph.columns.blocks > 1
-        return by_list or isinstance(self.stand_ins, BlockStandIns)
 
     @property
     def by_cohort(self) -> bool:

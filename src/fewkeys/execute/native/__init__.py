@@ -8,7 +8,8 @@ from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed
-from fewkeys.rest.base import RangeStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, RangeStandIns, StandIns
+from fewkeys.select.key_scan import Scanned
 
 __all__ = ["attend", "repeated", "unsupported"]
 
@@ -20,7 +21,8 @@ def unsupported(problem: Problem) -> str | None:
         return "expected no distance_bias, got one"
     if (reason := _form(problem)) is not None:
         return reason
-    rounded = by_scan.is_rounded(problem)
+    scan = problem.graph.scan
+    rounded = isinstance(scan, Scanned) and scan.scale is not None  # int8 keys and values, with scales
     if any(rows.dtype not in DTYPES for rows in ((x.query,) if rounded else (x.query, x.key, x.value))):
         return f"expected float32 or bfloat16, got {x.query.dtype}"
     if not rounded and not x.query.dtype == x.key.dtype == x.value.dtype:
@@ -58,7 +60,8 @@ def _form(problem: Problem) -> str | None:
         return "expected a band and lists that queries share, got a list of keys for every query"
     if graph.extra is not None:
         return "expected a band and lists that queries share, got extra edges"
-    if problem.by_block:
+    columns = None if problem.by_cohort else graph.columns
+    if isinstance(s, BlockStandIns) or (columns is not None and columns.blocks > 1):
         return "expected a band and lists that all queries or cohorts share, got lists by blocks"
     if isinstance(s, StandIns):
         if s.curvature is not None:

@@ -27,11 +27,6 @@ def form(problem: Problem) -> str | None:
     return None
 
 
-def is_rounded(problem: Problem) -> bool:
-    """Whether keys and values are held in int8, with scales."""
-    return isinstance(problem.graph.scan, Scanned) and problem.graph.scan.scale is not None
-
-
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding; the keys chosen are the same.
 

@@ -8,12 +8,10 @@ from typing import cast
 
 from torch import Tensor
 
-from fewkeys.core.graph import Graph
-from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, sized, struct
+from fewkeys.native.tensors import sized, struct
 from fewkeys.rest.base import CohortStandIns, StandIns
 
 
@@ -23,21 +21,14 @@ def attend(problem: Problem) -> Tensor:
     Scores and sums are float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is
     stored.
     """
-    x, graph = problem.inputs, problem.graph
+    x, graph, s = problem.inputs, problem.graph, cast("StandIns | CohortStandIns | None", problem.stand_ins)
     if graph.scan is not None:
         return by_scan.attend(problem)
+    columns = graph.columns
     # Kernels of cohorts do not write padded queries.
     make = x.value.new_zeros if problem.by_cohort and x.valid_queries is not None else x.value.new_empty
     output = make((*x.query.shape[:3], x.value_dim))
-    args = _near(x, graph, cast("StandIns | CohortStandIns | None", problem.stand_ins), output)
-    call("fewkeys_attend", args, x.query.dtype)
-    return output
-
-
-def _near(x: Inputs, graph: Graph, s: StandIns | CohortStandIns | None, output: Tensor) -> KernelArgs:
-    columns = graph.columns
-    tensors = {} if s is None else {name: part if part is None else part.float() for name, part in _means(s).items()}
-    tensors |= {"label": None if s is None else s.label, "hidden": None if graph.band is None else graph.hidden}
+    tensors = {} if s is None else _tensors(s)
     sizes = {"heads": x.batch * x.query_heads, "gqa_ratio": x.gqa_ratio, "queries": x.queries, "cohorts": 1}
     if columns is not None:
         tensors |= {"place": columns.index, "used": columns.used, "order": columns.place}
@@ -48,11 +39,12 @@ def _near(x: Inputs, graph: Graph, s: StandIns | CohortStandIns | None, output: 
     reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
-    return struct("Near")(
+    args = struct("Near")(
         **sized(x.key, x.value) | sizes,
         **tensors,
         query=x.query,
         out=output,
+        hidden=None if graph.band is None else graph.hidden,
         offset=x.offset,
         causal=x.is_causal,
         scale=x.scale,
@@ -61,13 +53,17 @@ def _near(x: Inputs, graph: Graph, s: StandIns | CohortStandIns | None, output: 
         left=min(left, reach),
         right=min(right, reach),
     )
+    call("fewkeys_attend", args, x.query.dtype)
+    return output
 
 
-def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
+def _tensors(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
     """The tensors of stand-ins, by their names in the kernels' arguments."""
-    tensors = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
-    tensors |= {"factor": s.factor, "bounds": s.bounds}
+    means = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
+    means |= {"factor": s.factor, "bounds": s.bounds}
     if isinstance(s, CohortStandIns):
-        return tensors | {"bias": s.bias, "total": s.mass, "size": s.size}
-    bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
-    return tensors | {"bias": bias, "total": s.total, "share": s.share}
+        means |= {"bias": s.bias, "total": s.mass, "size": s.size}
+    else:
+        bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
+        means |= {"bias": bias, "total": s.total, "share": s.share}
+    return {"label": s.label} | {name: part if part is None else part.float() for name, part in means.items()}

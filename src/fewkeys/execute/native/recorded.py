@@ -123,13 +123,13 @@ class Recording:
             for row, span in enumerate(spans)
             if address in span
         ]
-        sizes: dict[int, int] = {}
+        held: dict[int, int] = {}
         for _, args, *_ in steps:
-            tensors = [x for x in args.alive if isinstance(x, Tensor)]
-            moved = {id(x) for x in tensors if any(x.data_ptr() in span for span in spans)}
-            args.alive = [x for x in args.alive if id(x) not in moved]
-            sizes |= {x.data_ptr(): x.nbytes for x in tensors if id(x) not in moved}
-        self.bytes = sum(sizes.values())
+            args.alive = [
+                x for x in args.alive if not (isinstance(x, Tensor) and any(x.data_ptr() in span for span in spans))
+            ]
+            held |= {x.data_ptr(): x.nbytes for x in args.alive if isinstance(x, Tensor)}
+        self.bytes = sum(held.values())
 
     def run(self, rows: Sequence[Tensor]) -> Tensor:
         """The output for other rows."""
