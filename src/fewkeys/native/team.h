@@ -63,7 +63,6 @@ class Watch {
   static bool on() { return wanted(); }
   static bool seen() { return interrupted; }
 
-#ifndef _WIN32
   Watch() : active(wanted()) {
     interrupted = 0;
     struct sigaction ours = {};
@@ -84,11 +83,6 @@ class Watch {
     interrupted = 1;
     before.sa_handler(signal);
   }
-#else
-  ~Watch() { wanted() = false; }
-
- private:
-#endif
   static inline volatile sig_atomic_t interrupted = 0;
   static bool &wanted() {
     static thread_local bool wanting = false;
