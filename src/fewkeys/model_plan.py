@@ -21,12 +21,12 @@ FILE = MODEL_FILE
 class ModelPlan(Sequence[tuple[Plan, ...]]):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
-    `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. The
-    heads of a layer that share a plan run together, so few distinct plans run faster than many.
+    `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. Heads
+    of a layer that share a plan run together.
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
-        record: facts about the plan, as JSON values. `fewkeys.tune` stores its arguments, the model, errors and slots.
+        record: facts about the plan, as JSON values: of `fewkeys.tune` its arguments, the model, errors and slots.
             `fewkeys.apply` warns if "weights", the norms of the weights of all attention layers, are not the model's.
     """
 
@@ -74,7 +74,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
 
     def never_exact(self) -> ModelPlan:
-        """The same plans without `exact_if_faster`: they run although exact attention may be faster."""
+        """The same plans, which also run where exact attention is faster."""
         return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
         """The plans that `to_dict` described. learned: by fingerprint, the learned values that they name."""
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
-            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        if kind != FORMAT or "layers" not in data:
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
         try:
             description = build(_Description, data)
@@ -117,8 +117,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        data = read_json(folder_of(directory), FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
-        return cls.from_dict(data, load_learned(folder_of(directory), data))
+        folder = folder_of(directory)
+        data = read_json(folder, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder, data))
 
 
 @dataclass(frozen=True)

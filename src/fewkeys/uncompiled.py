@@ -6,11 +6,9 @@ from typing import Any
 import torch
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-outside = torch.compiler.disable(
-    _call, reason="fewkeys chooses keys by numbers, which no graph knows; compile by torch.compile without fullgraph"
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="fewkeys chooses keys by numbers, which no graph knows; compile by torch.compile without fullgraph"
 )
-"""Call a function as it is, from compiled code: one that chooses keys by data."""
+def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that chooses keys by data, from compiled code."""
+    return function(*args, **kwargs)

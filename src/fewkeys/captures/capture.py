@@ -34,16 +34,14 @@ PER_SEQUENCE = ("query", "key", "value", "key_mask", "query_mask", "gradient")
 class AttentionInputs:
     """The inputs of one attention call: one layer on one batch.
 
-    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
-    for the real keys, None if all are; `query_mask` bool (B, Nq) likewise if the queries are other tokens than the
-    keys. `query_offset`: the position of query 0 among the keys (causal calls).
+    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk), True for
+    real keys, None if all are; `query_mask` (B, Nq) likewise if the queries are other tokens than the keys.
 
-    `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`.
+    `query_offset`, `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`.
     `gradient` (B, Hq, Nq, Dv): with respect to the output (`fewkeys.integrations.sensitivity`).
 
-    Captures do not hold the other three. `window`: a query sees only the keys that `Window(window)` keeps. `softcap`:
-    scores become weights by `Softcap(softcap)`. `sink` (Hq,): one more score for every query of a head, with a value of
-    zero.
+    Captures do not hold the other three. `window`: a query sees what `Window(window)` keeps. `softcap`: scores become
+    weights by `Softcap(softcap)`. `sink` (Hq,): one more score for every query of a head, with a value of zero.
     """
 
     query: Tensor
@@ -77,8 +75,7 @@ class AttentionInputs:
 
     def rows(self, index: slice) -> AttentionInputs:
         """The sequences at `index`: views."""
-        tensors = {name: tensor for name in PER_SEQUENCE if (tensor := getattr(self, name)) is not None}
-        return replace(self, **{name: tensor[index] for name, tensor in tensors.items()})
+        return replace(self, **{name: x[index] for name in PER_SEQUENCE if (x := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,10 +121,7 @@ class Capture(Facts):
     _sound: set[str] = field(default_factory=set, repr=False)
 
     def calls(self, layer: int) -> Iterator[AttentionInputs]:
-        """The calls of one layer, batch by batch. Memory: one batch.
-
-        Raises `ValueError` for a layer that is not there and for a file that is missing or damaged.
-        """
+        """The calls of a layer, one batch in memory at a time. `ValueError` for an unknown layer or a damaged file."""
         if layer not in range(self.layers):
             raise ValueError(f"layer: expected an integer from 0 to {self.layers - 1}, got {layer!r}")
         return (self._call(layer, batch).rows(rows) for batch, rows in self._ranges())
@@ -184,10 +178,7 @@ class Capture(Facts):
         return replace(self, batches=len(part), sequences=stop - start, tokens=tokens, _part=tuple(part))
 
     def projection(self, layer: int) -> Tensor | None:
-        """The weights (out, Hq, Dv) of the layer's output projection, None if unknown.
-
-        `sum_h weights[:, h] @ output[h]` is the layer's output without its bias.
-        """
+        """The weights (out, Hq, Dv) of the layer's output projection without its bias; None: unknown."""
         weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
         return None if weight is None else weight.view(-1, self.query_heads, self.value_dim)
 
@@ -217,7 +208,7 @@ def file_name(kind: str, layer: int, batch: int) -> str:
 
 
 def what_is_in(folder: Path) -> str:
-    """The end of an error message: what is wrong with `folder`, and the fix."""
+    """The end of an error message: what is in `folder`, and the fix."""
     if not folder.is_dir():
         return f"{folder} is not a folder; make the capture first"
     if (folder / INDEX).exists():

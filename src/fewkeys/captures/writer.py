@@ -22,19 +22,18 @@ from fewkeys.core.tensor_files import fingerprint, plain
 class CaptureWriter:
     """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
 
-    directory: a new or empty folder. None: a temporary one that is removed with the finished `Capture`.
-    Memory: one attention call.
+    directory: a new or empty folder; None: a temporary one that is removed with the finished `Capture`.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, model_name: str) -> None:
-        self._temporary = directory is None
         self._model_name = model_name
         self._files: dict[str, str] = {}
         self._shape: dict[str, Any] = {}
         self._scales: list[float] = []
         self._layer = self._batches = self._sequences = self._tokens = 0
         self.directory = Path(tempfile.mkdtemp(prefix="fewkeys-capture-") if directory is None else directory)
-        self._created = self._temporary or not self.directory.exists()
+        self._removal = _Removal(self.directory) if directory is None else None
+        self._created = directory is None or not self.directory.exists()
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -112,8 +111,7 @@ class CaptureWriter:
             files=self._files,
         )
         write_json(self.directory, INDEX, asdict(facts))
-        guard = _Removal(self.directory) if self._temporary else None
-        return Capture(directory=self.directory, _guard=guard, **vars(facts))
+        return Capture(directory=self.directory, _guard=self._removal, **vars(facts))
 
     def abort(self) -> None:
         """Remove the files that this writer wrote, and the folder if it made it."""
