@@ -1,15 +1,15 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A stream is found by the tensor of new keys, which its cache has registered. Each attention module has a stack of plans,
-which is copied and pickled with the model. A plan that was entered by `with` acts only in that context (`contextvars`:
-a thread, or a task of asyncio). Every other plan acts wherever the model is called.
+A cache registers its stream by the tensor of new keys. Each attention module has a stack of plans, which is copied and
+pickled with the model. A plan that was entered by `with` acts only in that context (`contextvars`: a thread, or a task
+of asyncio). Every other plan acts wherever the model is called.
 """
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from types import MappingProxyType
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -40,12 +40,12 @@ None: the model's own attention answers this call, and later ones of the same sh
 
 
 class Scope:
-    """The contexts in which one application of a plan acts: those that entered it, or all."""
+    """The contexts in which a plan acts: those that entered it, or all."""
 
     def __init__(self) -> None:
         self.is_entered = False
+        self.has_warned = False
         self._thread = threading.get_ident()
-        self._warned = False
 
     def enter(self) -> None:
         """Limit the scope to the current context and to contexts that begin in it."""
@@ -54,17 +54,6 @@ class Scope:
 
     def leave(self) -> None:
         _entered.set(tuple(other for other in _entered.get() if other is not self))
-
-    def warn_once(self) -> None:
-        """Warn that a context outside this scope calls the model."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
-                "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
-                "contextvars.copy_context().run",
-                stacklevel=2,
-            )
 
     @property
     def is_current(self) -> bool:
@@ -78,14 +67,12 @@ _entered: ContextVar[tuple[Scope, ...]] = ContextVar("fewkeys_entered", default=
 def in_force(scopes: Iterable[Scope]) -> Scope | None:
     """The innermost (last) of `scopes` that acts in the current context; None: the model itself answers."""
     inner_first = tuple(scopes)[::-1]
-    for scope in inner_first:
-        if scope.is_current:
-            return scope
-    for scope in inner_first:
-        if not scope.is_entered:  # another thread applied the plan in all contexts
-            return scope
-    if inner_first and _is_autograd_thread():
-        # Gradient checkpointing computes a layer again, in a thread that has no context.
+    acting = [scope for scope in inner_first if scope.is_current]
+    acting = acting or [scope for scope in inner_first if not scope.is_entered]  # another thread's, in all contexts
+    if acting:
+        return acting[0]
+    if inner_first and isinstance(threading.current_thread(), threading._DummyThread) and in_backward():
+        # Gradient checkpointing computes a layer again, in a thread of autograd, which has no context.
         if len(inner_first) > 1:
             raise ValueError(
                 "model: expected one plan for gradient checkpointing on this device, got several, applied by `with` in "
@@ -93,24 +80,29 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
             )
         return inner_first[0]
     for scope in inner_first:
-        scope.warn_once()
+        if not scope.has_warned:
+            scope.has_warned = True
+            warnings.warn(
+                "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
+                "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
+                "contextvars.copy_context().run",
+                stacklevel=1,
+            )
     return None
 
 
+@dataclass(eq=False)
 class PlanStack:
     """The answers of one attention module, each with the number of its layer; the innermost is last.
 
     A copy keeps only the answer that is active in the context that copies (`interface`).
     """
 
-    def __init__(
-        self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({}), owner: int | None = None
-    ) -> None:
-        self.answers = dict(answers)
-        self.owner = owner
-        """The `id` of the module that has this stack, and is in `attached`; None in a copy."""
-        self.own_call: tuple[object, ...] | None = None
-        """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
+    answers: dict[Scope, tuple[int, Answer]]
+    owner: int | None = None
+    """The `id` of the module that has this stack, and is in `attached`; None in a copy."""
+    own_call: tuple[object, ...] | None = None
+    """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
 
     def innermost(self) -> tuple[int, Answer] | None:
         """The layer and the answer that are active in this context; None: the model's own attention."""
@@ -118,7 +110,7 @@ class PlanStack:
         return None if scope is None else self.answers[scope]
 
 
-_EMPTY = PlanStack()
+_EMPTY = PlanStack({})
 attached: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 """Modules that have or had a stack, by their `id`."""
 
@@ -139,14 +131,9 @@ def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
 def remove(module: nn.Module, scope: Scope) -> None:
     """Undo `push`."""
     with LOCK:
-        stack = PlanStack(plan_stack(module).answers, plan_stack(module).owner)
-        stack.answers.pop(scope, None)
-        if stack.answers:
-            vars(module)[ATTRIBUTE] = stack
+        stack = plan_stack(module)
+        others = {other: answer for other, answer in stack.answers.items() if other is not scope}
+        if others:
+            vars(module)[ATTRIBUTE] = PlanStack(others, stack.owner)
         else:
             vars(module).pop(ATTRIBUTE, None)
-
-
-def _is_autograd_thread() -> bool:
-    """Whether autograd started this thread, as it does for devices."""
-    return isinstance(threading.current_thread(), threading._DummyThread) and in_backward()

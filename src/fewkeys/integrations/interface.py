@@ -1,9 +1,7 @@
 """How transformers calls this package: the attention function and the mask function of a model.
 
 transformers looks both up in registries, by one name. With an attention function alone, a model would silently ignore
-its padding.
-
-Without an active plan and without a cache of ours, the model's own mask function and attention answer. No global object
+its padding. Without an active plan and without a cache of ours, the model's own functions answer. No global object
 refers to a model, so its entries are freed with it.
 """
 
@@ -42,8 +40,6 @@ OUTSIDE = {
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
 """Model types that cannot use the interface, each with the reason."""
-PARTLY = ("informer",)
-"""Types with some layers that use the interface and others that compute with the mask."""
 
 
 def need(package: str, extra: str) -> None:
@@ -53,9 +49,7 @@ def need(package: str, extra: str) -> None:
 
 
 def unwrapped(model: object) -> PreTrainedModel:
-    """The transformers model: `model` itself, or the one inside a SentenceTransformer, a peft, a compiled or a
-    distributed model. `TypeError` for others.
-    """
+    """The transformers model: `model` itself, or the one inside another module. `TypeError` for others."""
     need("transformers", "hf")
     from transformers import PreTrainedModel
 
@@ -74,7 +68,7 @@ def unwrapped(model: object) -> PreTrainedModel:
 
 
 def has_two_parts(model: PreTrainedModel) -> bool:
-    """Whether it has an encoder and a decoder; either of them alone has the configuration of both."""
+    """Whether it has an encoder and a decoder; either alone has the configuration of both."""
     return bool(model.config.is_encoder_decoder) and model.get_encoder() is not model
 
 
@@ -83,7 +77,7 @@ def attention_modules(model: object) -> list[nn.Module]:
     model = unwrapped(model)
     asking = {kind for kind in {type(module) for module in model.modules()} if _asks_interface(kind)}
     modules = [module for module in model.modules() if mpnet.is_mpnet(module) or type(module) in asking]
-    if not modules or model.config.model_type in PARTLY:
+    if not modules or model.config.model_type == "informer":  # some of its layers compute with the mask
         why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "
@@ -100,15 +94,14 @@ def is_causal(module: nn.Module) -> bool:
 def _asks_interface(kind: type) -> bool:
     """Whether a `forward` of this class, its own or inherited, looks its attention up in the interface."""
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
-    names = (forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
-    return any("ALL_ATTENTION_FUNCTIONS" in names_of_forward for names_of_forward in names)
+    return any("ALL_ATTENTION_FUNCTIONS" in f.__code__.co_names for f in forwards if inspect.isfunction(f))
 
 
 class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
-    """Give every attention call of `model` to `answer` from now on; None: those of a cache to its streams.
+    """Give every attention call of `model` to `answer` until `detach`; None: those of a cache to its streams.
 
-    `detach`, or the end of a `with`, which limits the answers to the current context, undoes it. `ValueError` for a
-    model whose attention cannot be replaced, which is then as it was.
+    A `with` limits the answers to the current context, and detaches at its end. `ValueError` for a model whose
+    attention cannot be replaced, which is then as it was.
     """
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
@@ -116,7 +109,7 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
         mpnet.restate(modules)
         register()
         self._scope = Scope()
-        self._modules = [] if answer is None else [weakref.ref(module) for module in modules]
+        self._modules = weakref.WeakSet([] if answer is None else modules)
         holder = None if answer is None else self._scope
         switch.hold(configs, holder)
         self._release = weakref.finalize(model, switch.release, configs, holder)
@@ -127,10 +120,10 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
                 answers.push(module, self._scope, layer, answer)
 
     def detach(self) -> None:
-        """Restore the model. A second call does nothing."""
+        """Restore the attention that the model had, unless another plan is active. A second call does nothing."""
         self._scope.leave()
         if self._release.alive:
-            for module in filter(None, (reference() for reference in self._modules)):
+            for module in self._modules:
                 answers.remove(module, self._scope)
                 if not plan_stack(module).answers:
                     mpnet.give_back(module)
@@ -146,7 +139,7 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
 
 
 def register() -> None:
-    """Register both functions by our name."""
+    """Register our functions by our name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -158,18 +151,15 @@ def register() -> None:
 def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
     """The stack of a copied module, perhaps in another process, where nothing is registered yet."""
     register()
-    return PlanStack() if innermost is None else PlanStack({Scope(): innermost})
+    return PlanStack({} if innermost is None else {Scope(): innermost})
 
 
 copyreg.pickle(PlanStack, lambda stack: (_copied_stack, (stack.innermost(),)))
 
 
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """The call as the model's own SDPA implementation answers it, to the bit.
-
-    SDPA has no caps, sinks and biases of distances: `fewkeys.attention` answers calls with these, exactly.
-    """
-    if not plain(inputs):
+    """The call as the model's own SDPA implementation answers it, to the bit."""
+    if not plain(inputs):  # SDPA has no caps, sinks and biases of distances
         return by_token(attend(inputs, None))
     mask, (batch, _, queries, _), keys = None, inputs.query.shape, inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
@@ -180,15 +170,13 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
 
 
 def by_token(output: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) in the memory layout of the output projection's input, by whose address
-    `ProjectionFinder` recognises the projection.
-    """
+    """The output (B, Hq, Nq, Dv) in the memory layout of the output projection's input (`capture.ProjectionFinder`)."""
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @cache
 def _sdpa() -> Callable[..., tuple[Tensor, None]]:
-    """SDPA as transformers calls it. Imported once, since an `import` in each layer of each call adds up."""
+    """SDPA as transformers calls it; an `import` in each layer of each call would add up."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
@@ -199,9 +187,9 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
         return
     config: Any = module.config
     wanted = kwargs.get("output_attentions")
-    if config._attn_implementation != NAME:  # a user has set another one since
-        return
-    if wanted if wanted is not None else getattr(config, "output_attentions", False):
+    if wanted is None:
+        wanted = getattr(config, "output_attentions", False)
+    if wanted and config._attn_implementation == NAME:  # a user may have set another one since
         raise ValueError(
             "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
             "attention implementation to 'eager', to read weights"
@@ -209,11 +197,11 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
 
 
 _OWN = "_fewkeys_own"
-"""Marks masks that the model's own mask function made."""
+"""Marks masks that the model's own mask function made, and its own attention reads, even if a plan has come since."""
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
-    """The mask function that transformers calls: the model's own where no plan of the model is in force."""
+    """The mask function that transformers calls."""
     if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 
@@ -236,7 +224,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
 
 def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> operator.Output:
     """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
     if torch.compiler.is_dynamo_compiling():
         if operator.suits(module, attention_mask, options):
@@ -244,15 +232,13 @@ def _attention_forward(
             return torch.ops.fewkeys.attention(query, key, value, attention_mask, scale, id(module)), None
         from fewkeys.uncompiled import outside
 
-        result: tuple[Tensor, Tensor | None] = outside(
-            _from_graph, module, query, key, value, attention_mask, **options
-        )
+        result: operator.Output = outside(_from_graph, module, query, key, value, attention_mask, **options)
         return result
     stack = plan_stack(module)
     stream: Callable[[AttentionInputs], Tensor] | None = streams.get(key) if streams.data else None
     innermost = stack.innermost()
     is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
-    if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
+    if is_own or getattr(attention_mask, _OWN, False):
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
     check_no_graph("query", query)
     check_honoured(module, options)
@@ -293,18 +279,18 @@ def _attention_forward(
 
 def _from_graph(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> operator.Output:
     """A call of compiled code, by the operator or after a break."""
     return _attention_forward(module, query, key, value, operator.watched(mask), **options)
 
 
-def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _own_attention(module: nn.Module) -> operator.Attend:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     implementation = switch.own_implementation(getattr(module, "config", None))
     if implementation == "eager":
         return getattr(sys.modules[type(module).__module__], "eager_attention_forward", _sdpa())
-    attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(implementation, _sdpa())
+    attend: operator.Attend = ALL_ATTENTION_FUNCTIONS.get(implementation, _sdpa())
     return attend
 
 
@@ -312,16 +298,15 @@ def _keys(module: nn.Module, mask: Tensor | None, shape: tuple[int, int, int], a
     """The real keys of a call of `shape` (B, Nq, Nk), whether it is causal, and its window.
 
     The mask decides if there is padding or a window, and under "eager". The other implementations drop any other mask
-    and follow the argument `is_causal`, or without one the module's flag, which is wrong in some models (AIMv2); a plan
-    does not correct it. An argument that differs from the flag may only mean that there is a mask (Moonshine).
+    and follow the argument `is_causal`, or without one the module's flag, even where that is wrong (AIMv2). An argument
+    that differs from the flag may only mean that there is a mask (Moonshine).
     """
     batch, queries, keys = shape
     real, by_mask, window = (None, None, None) if mask is None else read_mask(module, mask, (batch, keys))
-    if real is not None or window is not None or (by_mask and queries != keys):
+    is_masked = real is not None or window is not None or (by_mask and queries != keys)
+    if is_masked or switch.own_implementation(getattr(module, "config", None)) == "eager":
         return Keys(real, bool(by_mask), window)
-    if switch.own_implementation(getattr(module, "config", None)) == "eager":
-        return Keys(None, bool(by_mask), None)
-    flag = bool(getattr(module, "is_causal", True))
-    if argument in (None, flag):
-        return Keys(None, flag, None)
-    return Keys(None, bool(argument if by_mask is None else by_mask), None)
+    causal = bool(getattr(module, "is_causal", True))
+    if argument not in (None, causal):
+        causal = bool(argument if by_mask is None else by_mask)
+    return Keys(None, causal, None)

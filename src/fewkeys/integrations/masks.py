@@ -6,25 +6,20 @@ Nothing of size n x n is built. A mask holds the real keys and the pattern that 
     (B, 1, 1, Nk)   every query sees every key
 
 Its entries are True at real keys and False at padding; in a layer with a window, the window's size and its negative.
-Where every key is real, the mask is one number, expanded. There is always a mask: without one, only the module's flag
-`is_causal` would say whether the call is causal, and the flag is wrong in models that were only ever run by "eager".
+Where every key is real, the mask is one number, expanded. There is always a mask, since without one only the module's
+flag `is_causal` would say whether the call is causal, and the flag is wrong in some models.
 """
-
-from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fewkeys.integrations.answers import Length
-
-if TYPE_CHECKING:
-    from transformers.configuration_utils import PreTrainedConfig
 
 DTYPES = (torch.bool, torch.int32)
 """Of the entries of a mask, without and with a window."""
@@ -58,8 +53,7 @@ class KeyMask(Tensor):
     """A mask that models can move and slice.
 
     SDPA, and a module that adds the mask to its own scores, get the boolean mask (B, H, Nq, Nk) that this one stands
-    for. Any other computation with a causal mask or a window raises `ValueError`: such a model makes keys or scores
-    that a plan does not know.
+    for. Another computation with a causal mask or a window raises `ValueError`: no plan knows its result.
     """
 
     @classmethod
@@ -67,19 +61,21 @@ class KeyMask(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        operation = name.strip("_")  # "add" for add_ and __add__, too
+        operation = name.strip("_")  # add_ and __add__ are "add"
         if name == "scaled_dot_product_attention":
             return func(*args, **kwargs | {"attn_mask": _seen(kwargs["attn_mask"], args[0].shape[2], args[1])})
         if operation in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
             seen = _seen(mask, scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        if operation in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
-            with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
-                return func(*args, **kwargs)
         if operation not in _COMPUTING:
             with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        else:
+            flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+            if all(part.ndim == 4 and part.dtype == torch.bool for part in flat if isinstance(part, KeyMask)):
+                with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
+                    return func(*args, **kwargs)
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
@@ -87,15 +83,9 @@ class KeyMask(Tensor):
 
 
 def _seen(mask: Tensor, queries: int, key: Tensor) -> Tensor:
-    """What a mask of ours means for so many queries, the last ones of `key` (B, H, Nk, D)."""
+    """What our mask means for so many queries, the last ones of `key` (B, H, Nk, D)."""
     content, keys = _decoded(mask.as_subclass(Tensor)), key.shape[2]
     return content.seen(queries, keys, keys - queries if content.is_causal else 0, key.device)
-
-
-def _masks(args: Iterable[Any]) -> list[Tensor]:
-    """The masks of ours among arguments and in lists of tensors."""
-    flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
-    return [part for part in flat if isinstance(part, KeyMask)]
 
 
 _ADDING = {"add", "radd", "iadd"}
@@ -117,7 +107,7 @@ def key_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    config: PreTrainedConfig | None = None,
+    config: object = None,
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
@@ -140,17 +130,15 @@ def key_mask(
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
             mask = padded_mask(mask, real)
-    if kv_offset and isinstance(kv_length, Length):
-        _check_past(kv_length.held(), attention_mask, batch_size)
+    if kv_offset and isinstance(kv_length, Length) and len(held := kv_length.held()) == batch_size:
+        _check_past(held, attention_mask)  # the stream refuses another batch
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
-def _check_past(held: Tensor, given: Tensor | None, batch_size: int) -> None:
+def _check_past(held: Tensor, given: Tensor | None) -> None:
     """Raise `ValueError` unless a mask says the same of earlier tokens as those of the calls before, `held` (B, N)."""
-    if batch_size != len(held):  # the stream refuses this batch
-        return
     other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
     if bool(other.any()):
         got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
@@ -172,11 +160,11 @@ def padded_mask(mask: Tensor, real: Tensor) -> Tensor:
 
 
 def _pattern(
-    function: Callable[..., Any] | None, local_size: int | None, reach: int, config: PreTrainedConfig | None
+    function: Callable[..., Any] | None, local_size: int | None, reach: int, config: object
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
-    It is recognised by the functions that made its parts. reach: keys up to the last one.
+    The names of the functions that made its parts tell. reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -210,7 +198,7 @@ def _pattern(
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     """The content of a call's mask; `shape`: (B, Nk). `ValueError` for masks that are not honoured.
 
-    It is stored with a mask of ours, since all layers share it.
+    It is stored with a mask of ours, which all layers share.
     """
     if not isinstance(mask, KeyMask):
         return _read(module, mask, shape)
@@ -222,7 +210,6 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     mask = mask.as_subclass(Tensor)
-    by_key = mask.shape in ((shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1]))
     if mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
         mask = mask == 0
     if mask.is_floating_point():
@@ -230,7 +217,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
             f"attention_mask: {type(module).__name__} adds a bias to the scores, {tuple(mask.shape)}, such as one "
             "for distances in an image, which no plan supports; use a model without one (ViT, DINOv2)"
         )
-    if mask.dtype not in DTYPES or not (by_key or mask.shape == shape):
+    if mask.dtype not in DTYPES or mask.shape not in (shape, (shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1])):
         raise ValueError(
             f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
             "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
@@ -239,7 +226,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 
 def _decoded(mask: Tensor) -> Keys:
-    """The content of a mask in one of the forms that the module docstring lists."""
+    """The content of a mask of the module docstring."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window, real = None if mask.dtype == torch.bool else int(rows.abs().max()), rows > 0
     # A decoded token has no strides that tell.
@@ -248,18 +235,13 @@ def _decoded(mask: Tensor) -> Keys:
 
 
 def layer_window(module: nn.Module) -> int | None:
-    """The window of an attention module's own, as its configuration counts it; None: it sees every key.
-
-    The configuration of Moshi has a window that its model never asks for.
-    """
+    """The window of an attention module's own, as its configuration counts it; None: it sees every key."""
     attributes, config = vars(module), getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), attributes.get("layer_idx")
     if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
         return None
-    if "sliding_window" in attributes:
-        window = attributes["sliding_window"]
-    elif kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
-        return None
-    else:
-        window = getattr(config, "sliding_window", None)
+    is_named = "sliding_window" in attributes or kinds is not None
+    if not is_named and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
+        return None  # the configuration of Moshi has a window that its model never asks for
+    window = attributes.get("sliding_window", getattr(config, "sliding_window", None))
     return window if isinstance(window, int) else None

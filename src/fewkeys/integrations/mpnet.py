@@ -1,7 +1,7 @@
 """MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface.
 
-While a plan is active, `MPNetForward` replaces `forward` in the attention module, not in its class. It differs from
-the model's own in that it calls the attention function.
+While a plan is active, `MPNetForward`, which calls the attention function, replaces `forward` in the attention module,
+not in its class.
 """
 
 from collections.abc import Iterable
@@ -21,18 +21,16 @@ class MPNetForward:
 
     def __call__(
         self, hidden: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> Any:
         module: Any = self.module
         # A call that began before the replacement has the model's own mask.
         is_own_mask = attention_mask is not None and attention_mask.is_floating_point()
         if is_own_mask or plan_stack(module).innermost() is None:
-            output: tuple[Tensor, ...] = type(module).forward(module, hidden, attention_mask, position_bias, **options)
-            return output
+            return type(module).forward(module, hidden, attention_mask, position_bias, **options)
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         size = module.attention_head_size
-        projections = (module.q, module.k, module.v)
-        rows = (projection(hidden).unflatten(-1, (-1, size)).transpose(1, 2) for projection in projections)
+        rows = (linear(hidden).unflatten(-1, (-1, size)).transpose(1, 2) for linear in (module.q, module.k, module.v))
         attend: Any = ALL_ATTENTION_FUNCTIONS["fewkeys"]
         dropout = module.dropout.p if module.training else 0.0
         terms = {"scaling": size**-0.5, "position_bias": position_bias, "is_causal": False}
@@ -41,7 +39,7 @@ class MPNetForward:
 
 
 def is_mpnet(module: nn.Module) -> bool:
-    """Whether it is the attention module of an MPNet."""
+    """Whether it is MPNet's attention module."""
     kind = type(module)
     return kind.__name__ == "MPNetSelfAttention" and kind.__module__.startswith("transformers.models.")
 

@@ -1,15 +1,12 @@
 """Attention of a model as one operator of `torch.compile`, so that the graph of an encoder does not break at it.
 
-The graph knows an attention module by its `id`. Which plan is in force is asked when the operator runs, so one
-graph serves every plan. Calls that need more than an operator has (gradients, causal calls, caches, terms of scores)
-break the graph instead.
+The graph knows an attention module by its `id`. The operator looks up the plan in force when it runs, so one graph
+serves every plan. Calls that need more (gradients, causal calls, caches, terms of scores) break the graph instead.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +15,11 @@ from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
 from fewkeys.integrations.masks import DTYPES, KeyMask, padded_mask, whole_mask
 
-if TYPE_CHECKING:
-    from transformers.configuration_utils import PreTrainedConfig
-
-Attend = Callable[..., tuple[Tensor, Tensor | None]]
+Output = tuple[Tensor, Tensor | None]
+Attend = Callable[..., Output]
 
 TYPES = frozenset(("bert", "camembert", "data2vec-text", "electra", "ernie", "modernbert", "roberta", "xlm-roberta"))
-"""The types of models that pass a mask on unchanged, as tests show: in compiled code no `KeyMask` watches over it."""
+"""Model types that pass a mask on unchanged, as tests show: in compiled code no `KeyMask` watches over it."""
 
 
 def mask_of_keys(
@@ -36,14 +31,14 @@ def mask_of_keys(
     local_size: int | None = None,
     allow_is_bidirectional_skip: bool | None = None,
     use_vmap: bool = False,
-    config: PreTrainedConfig | None = None,
+    config: Any = None,
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
     """The mask (B, 1, 1, Nk) of an encoder, as `masks` describes it, by the arguments of a mask function.
 
     None for another pattern or model, and where the operator could not answer. Compiled code cannot look into the
-    function of a window: the function is transformers' own without `use_vmap`, and it is for both directions with
+    function of a window: it is transformers' own without `use_vmap`, and bidirectional with
     `allow_is_bidirectional_skip`.
     """
     from transformers.masking_utils import bidirectional_mask_function
@@ -58,12 +53,13 @@ def mask_of_keys(
             return None
         window = 2 * local_size + 1
     mask = whole_mask(window, shape, device)
-    mask = mask if attention_mask is None else padded_mask(mask, attention_mask.bool())
+    if attention_mask is not None:
+        mask = padded_mask(mask, attention_mask.bool())
     return mask[:, None, None, :]
 
 
 def _needs_break() -> bool:
-    """Whether no call can be the operator's: it has no gradient, and its output the type of its input."""
+    """Whether no call can be the operator's, which has no gradient and no casts."""
     return torch.is_grad_enabled() or autocast_is_on()
 
 
@@ -86,13 +82,13 @@ def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bo
     is_causal = options.get("is_causal")
     if getattr(module, "is_causal", True) if is_causal is None else is_causal:
         return False
-    others = [value for name, value in options.items() if name not in ("is_causal", "scaling", "sliding_window")]
-    return not any(isinstance(value, Tensor) or value for value in others)
+    known = ("is_causal", "scaling", "sliding_window")
+    return not any(isinstance(value, Tensor) or value for name, value in options.items() if name not in known)
 
 
 @cache
 def register(attend: Attend) -> None:
-    """Define `fewkeys::attention`, which calls `attend` as transformers calls an attention function, for a module."""
+    """Define `fewkeys::attention`, which calls `attend` as transformers calls an attention function."""
 
     # The choice of keys reads numbers from the device, which a CUDA graph cannot record.
     @torch.library.custom_op("fewkeys::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -102,8 +98,7 @@ def register(attend: Attend) -> None:
         module = attached.get(owner)
         if module is None:
             raise ValueError(
-                "model: expected the one that was compiled, in its own process, got a graph without it; compile by "
-                "torch.compile again"
+                "model: expected the one that was compiled, in its own process, got a graph without it; compile again"
             )
         return attend(module, query, key, value, mask, scaling=scale, is_causal=False)[0]
 

@@ -1,20 +1,16 @@
 """Switches the attention implementation in a model's configurations to ours, and back when the last plan ends.
 
-Other threads may do so while a call runs. The call ends as it began: a mask that the model made goes to the model's own
-attention, and SDPA reads our mask (`masks.KeyMask`) correctly.
+Another thread may switch while a call runs: a mask that the model made still goes to the model's own attention, and
+SDPA reads our mask (`masks.KeyMask`) correctly.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from fewkeys.integrations.answers import LOCK, Scope
 from fewkeys.integrations.mpnet import is_mpnet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.configuration_utils import PreTrainedConfig
 
 NAME = "fewkeys"
 """The name under which the attention function is registered."""
@@ -24,7 +20,7 @@ NAME = "fewkeys"
 class SwitchedConfig:
     """A configuration, its own implementation, and the scopes that need the switch (None: a cache)."""
 
-    config: PreTrainedConfig
+    config: Any
     implementation: str | None
     holders: tuple[Scope | None, ...] = ()
 
@@ -33,17 +29,16 @@ switched: dict[int, SwitchedConfig] = {}
 """By the `id` of the configuration."""
 
 
-def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def configs_of(model: nn.Module) -> list[Any]:
     """Every configuration in `model` that names an attention implementation, each once."""
     from transformers import PreTrainedModel
 
-    configs: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, Any] = {}
 
-    def add(config: PreTrainedConfig) -> None:
+    def add(config: Any) -> None:
         configs.setdefault(id(config), config)
         for name in config.sub_configs:
-            inner = getattr(config, name, None)
-            if inner is not None:
+            if (inner := getattr(config, name, None)) is not None:
                 add(inner)
 
     parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
@@ -57,18 +52,18 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
-    """Keep these configurations switched until they are released as often."""
+def hold(configs: list[Any], holder: Scope | None) -> None:
+    """Keep these configurations switched until as many calls of `release`."""
     with LOCK:
         for config in configs:
             entry = switched.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
             if config._attn_implementation != NAME:  # new, or set to another one since
                 entry.implementation = config._attn_implementation
-                _set(config, NAME)
+                config._attn_implementation = {"": NAME}  # of this one, not of nested ones
             entry.holders = (*entry.holders, holder)
 
 
-def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
+def release(configs: list[Any], holder: Scope | None) -> None:
     """Undo one `hold`."""
     with LOCK:
         for config in configs:
@@ -77,7 +72,7 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
             entry.holders = entry.holders[:index] + entry.holders[index + 1 :]
             if not entry.holders:
                 if config._attn_implementation == NAME:  # another one that a user has set stays
-                    _set(config, entry.implementation)
+                    config._attn_implementation = {"": entry.implementation}
                 del switched[id(config)]
 
 
@@ -86,8 +81,3 @@ def own_implementation(config: Any) -> str | None:
     entry = switched.get(id(config))
     name: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
     return None if name == NAME else name
-
-
-def _set(config: Any, implementation: str | None) -> None:
-    """Set the implementation of this configuration only, not of nested ones."""
-    config._attn_implementation = {"": implementation}

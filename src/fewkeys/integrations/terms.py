@@ -6,9 +6,8 @@ A learned sink becomes one more key, before all others, with value zero. Rows ge
 its sink s_h there, the sink key 1 / scale, and all other keys 0. So the sink's score is s_h and no other score changes.
 Every query keeps this key; under a scan it may choose it like any other.
 
-Sequences packed into one row, as for flash attention, attend only to themselves. Each becomes one row, padded at its
-end. `cu_seq_lens_q` holds the place where each begins, and last the number of tokens (sentence-transformers and
-`DataCollatorWithFlattening` write it).
+Each sequence packed into one row, as for flash attention, becomes a row of its own, padded at its end. `cu_seq_lens_q`
+holds the place where each begins, and last the number of tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,7 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
 def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
     """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
 
-    None where it is zero, as in T5's cross-attention; `ValueError` where it does not depend on distances alone. Without
+    None where it is zero, as in T5's cross-attention; `ValueError` where it depends on more than distances. Without
     gradients the table ends where the bias is constant, and is stored with the tensor, which all layers share.
     """
     if bias is None:
@@ -93,8 +92,7 @@ def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
         first, last = (table != table[:, :1]).any(0), (table != table[:, -1:]).any(0)
         constant = min(int(part.int().argmax()) for part in (first, last.flip(0)))
         whole = DistanceBias(table)
-        table = whole.reaching(0, max(0, whole.reach - constant + 1) if constant else whole.reach).table
-        stored[offset] = table
+        table = stored[offset] = whole.reaching(0, whole.reach - max(0, constant - 1)).table
     return table
 
 
@@ -113,10 +111,7 @@ def attend(
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
-    """The plan, or the plans of the key heads, for `with_sink(inputs)`; None: exact attention.
-
-    A window of the layer's own takes the plan's place.
-    """
+    """The plan, or those of the key heads, for `with_sink(inputs)`. A window of the layer takes the plan's place."""
     if inputs.window is not None:
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
@@ -128,12 +123,12 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
 
 def window_has_gaps(inputs: AttentionInputs) -> bool:
     """Whether a layer with a causal window has padding between real keys: its window counts it, that of a plan not."""
-    is_windowed = inputs.window is not None and inputs.is_causal
-    return is_windowed and inputs.key_mask is not None and has_interior_padding(inputs.key_mask)
+    mask = inputs.key_mask if inputs.window is not None and inputs.is_causal else None
+    return mask is not None and has_interior_padding(mask)
 
 
 def gaps_error(window: int) -> ValueError:
-    """The error where `window_has_gaps` and only a plan could answer."""
+    """The error of a window that would count padding."""
     return ValueError(
         "attention_mask: expected padding at the ends of a sequence, got some between its tokens, which this model's "
         f"window of {window} tokens would count; move the padding to one end"
@@ -160,11 +155,9 @@ def plain(inputs: AttentionInputs) -> bool:
 
 def check_sink(sink: Tensor | None, heads: int) -> Tensor | None:
     """The sinks (Hq,) that a model passes."""
-    if sink is None:
-        return None
-    if sink.numel() != heads:
+    if sink is not None and sink.numel() != heads:
         raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
-    return sink.reshape(-1)
+    return None if sink is None else sink.reshape(-1)
 
 
 def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable[[AttentionInputs], Tensor]) -> Tensor:
@@ -175,9 +168,8 @@ def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable
     is_row = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
     if not is_row or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
         raise ValueError(
-            f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, with neither padding nor a bias "
-            f"of the distance, got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row "
-            "and pad by attention_mask"
+            f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, no padding or distance bias, "
+            f"got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row and attention_mask"
         )
     real = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
 
@@ -186,7 +178,7 @@ def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable
         rows[real] = packed[0].transpose(0, 1)
         return rows.transpose(1, 2)
 
-    query, key, value = (in_rows(packed) for packed in (inputs.query, inputs.key, inputs.value))
+    query, key, value = map(in_rows, (inputs.query, inputs.key, inputs.value))
     key_mask = None if bool(real.all()) else real
     output = answer(replace(inputs, query=query, key=key, value=value, key_mask=key_mask))
     return output.transpose(1, 2)[real].transpose(0, 1)[None]

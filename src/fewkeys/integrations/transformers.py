@@ -1,15 +1,11 @@
-"""Run a plan inside a model of Hugging Face transformers: `fewkeys.apply`.
-
-It works through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leaves the
-model's code, weights and class alone.
-"""
+"""Run a plan inside a model of Hugging Face transformers: `fewkeys.apply`."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +24,12 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 __all__ = ["Applied", "apply", "capture", "load_model"]
 
 LayerPlan = Plan | Sequence[Plan]
 Plans = Plan | Mapping[int, LayerPlan] | Sequence[LayerPlan]
 TOLERANCE = 0.01
-"""The relative difference of norms of weights that still counts as equal, for another dtype."""
+"""The relative difference of norms of weights that counts as equal, for another dtype."""
 
 
 def apply(
@@ -57,17 +50,16 @@ def apply(
         model: a transformers model or a part of one (`model.encoder`), or a module around one (SentenceTransformer,
             peft, compiled, distributed). docs/families.md lists model families.
         plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. The plan of a layer
-            may be a sequence with one for each key head, as in a `ModelPlan` of `fewkeys.tune`.
+            may be a sequence with one for each key head, as in a `ModelPlan`.
         impl, generator: as in `fewkeys.attention`. With `impl="auto"`, the model's own SDPA answers calls for which
             exact attention is expected to be faster; `plan.never_exact()` always runs.
-        max_error: as in `fewkeys.attention`, for each layer by itself: heads where the plan's estimated error is above
-            it are answered exactly, and `fallbacks` of the result counts them. Decoded tokens are answered exactly.
+        max_error: as in `fewkeys.attention`, for each layer by itself. `fallbacks` of the result counts the heads that
+            were answered exactly. Decoded tokens are answered exactly.
 
-    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` (query i of Lq is at key
-    Lk - Lq + i) work as in the model. The plan sees the keys of one call: a causal plan selects again for each decoded
-    token. Layers whose own attention is a sliding window keep that window; a sequence of plans may leave them out. A
-    soft cap of scores (Gemma 2) becomes the weight function `Softcap(cap)`, a learned sink (gpt-oss) one more key that
-    every query keeps, and a bias that depends on distance (T5, MPNet) `distance_bias`.
+    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` work as in the model. The
+    plan sees the keys of one call: a causal plan selects again for each decoded token. Layers whose own attention is a
+    sliding window keep that window; a sequence of plans may leave them out. A soft cap of scores (Gemma 2), a learned
+    sink (gpt-oss) and a bias that depends on distance (T5, MPNet) are kept (`fewkeys.integrations.terms`).
 
     Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio).
     Without `with`, it acts in every thread, and in copies of the model, also in other processes. The innermost of
@@ -76,9 +68,8 @@ def apply(
     Raises:
         TypeError: a `model` or `plan` of another kind.
         ValueError: a model whose attention does not go through transformers' interface, and plans that do not match its
-            layers. Calls of `model` raise it for what is not supported: attention dropout, the model's own chunked
-            attention, packed causal sequences, prepared 4-D masks, static caches, `output_attentions`, and a plan that
-            is not causal in a causal model.
+            layers. Calls of `model` raise it for attention dropout, chunked attention, packed causal sequences,
+            prepared 4-D masks, static caches, `output_attentions`, and a plan that is not causal in a causal model.
     """
     model = unwrapped(model)
     modules = attention_modules(model)
@@ -95,13 +86,11 @@ def apply(
 class Applied(attach):
     """An active plan of `model`, until `restore()` or the end of the `with` block, also when this object is deleted."""
 
-    def __init__(self, model: PreTrainedModel, answer: ByPlan) -> None:
+    restore = attach.detach
+
+    def __init__(self, model: Any, answer: ByPlan) -> None:
         super().__init__(model, answer)
         self.model, self._guards = model, answer.guards
-
-    def restore(self) -> None:
-        """Restore the attention that the model had, unless another `apply` is still active. May be called again."""
-        self.detach()
 
     @property
     def fallbacks(self) -> tuple[Fallbacks, ...]:
@@ -111,7 +100,7 @@ class Applied(attach):
 
 @dataclass(frozen=True, eq=False)
 class ByPlan:
-    """The answer of a plan for each layer; a layer with a window of its own keeps that window."""
+    """The answer of a plan for each layer."""
 
     plans: tuple[LayerPlan | None, ...]
     impl: Impl
@@ -122,13 +111,12 @@ class ByPlan:
         plan = self.plans[layer]
         if plan is None and inputs.window is None:
             raise ValueError(
-                f"plan: expected layer {layer} to have a sliding window, got a call without one; pass a plan for "
-                "every layer"
+                f"plan: expected a sliding window in layer {layer}, got a call without; pass a plan for every layer"
             )
         guard = self.guards[layer] if self.guards and inputs.window is None else None
         if plain(inputs) and window_has_gaps(inputs):
             return None
-        if guard is None and plain(inputs):  # `attention` counts calls with a guard; SDPA has no caps, sinks or biases
+        if guard is None and plain(inputs):  # `attention` counts calls with a guard
             fast_plan = plan if inputs.window is None else Plan(Window(inputs.window), exact_if_faster=True)
             rows = (inputs.query, inputs.key, inputs.value)
             if fast_plan is not None and gives_way(fast_plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
@@ -137,10 +125,7 @@ class ByPlan:
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
-    """The plan of each layer; None for a layer with a window of its own, if all of these were left out.
-
-    `TypeError` or `ValueError` for what is not one plan for each layer.
-    """
+    """The plan of each layer; None for a layer with a window of its own, if all of these were left out."""
     layers = len(modules)
     if isinstance(plan, Plan):
         return [plan] * layers
@@ -170,7 +155,7 @@ def check_same_weights(plan: ModelPlan, modules: Sequence[nn.Module]) -> None:
     weights = weights_of(modules) if tuned else []
     if len(weights) == len(tuned) and any(abs(a - b) > TOLERANCE * b for a, b in zip(weights, tuned, strict=True)):
         warnings.warn(
-            f"plan: tuned on {plan.record.get('model')}, and this model's attention has other weights; fewkeys.compare "
-            "tells what the plan costs here, or tune it again",
+            f"plan: tuned on {plan.record.get('model')}, and this model's attention has other weights; measure it by "
+            "fewkeys.compare, or tune it again",
             stacklevel=4,
         )
