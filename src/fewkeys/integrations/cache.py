@@ -1,7 +1,5 @@
 """A cache for `model.generate` under a causal plan: constant memory, or all keys with their codes.
 
-    model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
-
 transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
 the new keys, and has put its stream into `answers.streams`, where the attention function finds it.
 """
@@ -27,12 +25,12 @@ if TYPE_CHECKING:
 def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None) -> Cache:
     """An empty cache for `model`, whose attention is switched to use it.
 
+        model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
+
     Args:
-        model: a decoder-only transformers model. As long as the cache lives (or until `close()`), fewkeys answers its
-            attention calls: calls with this cache by the plan, all others as without it.
-        plan: one for all layers, one for each, or one for each key head of each (the `ModelPlan` of `fewkeys.tune`),
-            that `fewkeys.stream` can run, such as `fewkeys.budget(slots, is_causal=True)`. Layers whose own attention
-            is a sliding window keep that window; a sequence may leave them out.
+        model: a decoder-only transformers model. Calls with this cache are answered by the plan, all others as without
+            it, until the cache is closed or deleted.
+        plan: as in `fewkeys.apply`; one that `fewkeys.stream` can run, such as `fewkeys.budget(slots, is_causal=True)`.
         leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
     Returns:
@@ -47,9 +45,9 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
         cache of their own, or a plan that no stream can run.
     """
     model = interface.unwrapped(model)
+    modules = interface.attention_modules(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
-    modules = interface.attention_modules(model)
     _check_layers(model, modules)
     layers = []
     for module, layer_plan in zip(modules, plans_per_layer(plan, modules), strict=True):
@@ -61,7 +59,6 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
 
 
 def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
-    """Raise for a model whose layers are not all causal attention with plain keys of their own."""
     if not all(map(interface.is_causal, modules)):
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
@@ -75,12 +72,11 @@ def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
-    for layer in getattr(config, "cross_attention_layers", None) or ():
-        if layer < layers:
-            raise ValueError(
-                f"model: expected layers that attend to the tokens before, got cross-attention in layer {layer}; use "
-                "fewkeys.apply and the model's own cache"
-            )
+    if crossed := [layer for layer in getattr(config, "cross_attention_layers", None) or () if layer < layers]:
+        raise ValueError(
+            f"model: expected layers that attend to the tokens before, got cross-attention in layer {crossed[0]}; use "
+            "fewkeys.apply and the model's own cache"
+        )
     if len(modules) != layers:
         raise ValueError(
             f"model: expected one attention module for each of {layers} layers, got {len(modules)}; use fewkeys.apply "

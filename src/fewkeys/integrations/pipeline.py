@@ -1,23 +1,19 @@
 """Questions about a long context, which is read once: every answer continues a fork of one cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from fewkeys.integrations.cache import cache
 from fewkeys.integrations.interface import unwrapped
 from fewkeys.integrations.transformers import LayerPlan
 from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
@@ -49,8 +45,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
 
-        answer_prefix: what every answer begins with. options: for `model.generate`, one sequence for each question;
-        answers are greedy otherwise.
+        answer_prefix: what every answer begins with. options: for `model.generate`; answers are greedy otherwise.
         Cost: the context once, by the plan, and for each question its own tokens and those of its answer.
         """
         if (question is None) == (questions is None):
@@ -61,8 +56,7 @@ class Pipeline:
         for name, text in [("context", context), *(("question", text) for text in asked)]:
             if not isinstance(text, str):
                 raise TypeError(
-                    f"{name}: expected a text, got {type(text).__name__}; pass one context, and several questions as "
-                    "questions=[...]"
+                    f"{name}: expected a text, got {type(text).__name__}; pass one context and a list as questions="
                 )
         for name in MADE:
             if name in options:
@@ -82,16 +76,10 @@ class Pipeline:
             for text in asked:
                 ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
                 arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                arguments |= {
-                    "max_new_tokens": max_new_tokens,
-                    "do_sample": False,
-                    "use_cache": True,
-                    **ONE_ANSWER,
-                    **options,
-                }
+                arguments |= {"do_sample": False, "use_cache": True, **ONE_ANSWER, **options}
                 if arguments.get("stop_strings") is not None:
                     arguments.setdefault("tokenizer", self.tokenizer)
-                output = self.model.generate(ids, **arguments)
+                output = self.model.generate(ids, max_new_tokens=max_new_tokens, **arguments)
                 answers.append(str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
@@ -110,24 +98,23 @@ class Pipeline:
             "that does not; set tokenizer.chat_template to one, or to None for plain prompts"
         )
 
-    def _ids(self, text: str, is_first: bool) -> torch.Tensor:
+    def _ids(self, text: str, is_first: bool) -> Any:
         """Token ids (1, N), with special tokens before the first text, unless the chat has them."""
         special = is_first and getattr(self.tokenizer, "chat_template", None) is None
         encoding = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")
-        ids: torch.Tensor = encoding["input_ids"].to(self.model.device)
-        return ids
+        return encoding["input_ids"].to(self.model.device)
 
 
 def pipeline(
-    model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None
+    model: nn.Module, tokenizer: Any, plan: Plan | Sequence[LayerPlan], *, leaves: LeafType | None = None
 ) -> Pipeline:
     """Questions about long contexts, in the manner of kvpress's pipeline.
 
         ask = fk.pipeline(model, tokenizer, fk.budget(256, is_causal=True))
         ask(context, questions=["Who wrote it?", "When?"])["answers"]
 
-    model, plan, leaves: as in `fewkeys.cache`, whose errors it raises. Chat models are asked by their template, others
-    by context, a blank line, question and a new line. `ValueError` for a model that generates no text.
+    model, plan, leaves: as in `fewkeys.cache`. Chat models are asked by their template, others by context, a blank
+    line, question and a new line. `ValueError` as of `fewkeys.cache`, and for a model that generates no text.
     """
     if not unwrapped(model).can_generate():
         raise ValueError(
@@ -136,7 +123,6 @@ def pipeline(
         )
     if not callable(tokenizer):
         raise TypeError(
-            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it by "
-            "AutoTokenizer.from_pretrained"
+            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it by AutoTokenizer"
         )
     return Pipeline(model, tokenizer, plan, leaves)

@@ -6,11 +6,11 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
@@ -33,7 +33,7 @@ class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`.
 
     plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. before: the layer
-    before. `calls`: a stream for each attention call with the same keys (DiffLlama makes two, with other values).
+    before. `calls`: a stream for each attention call with the same keys (DiffLlama makes two).
     """
 
     is_sliding = False
@@ -58,15 +58,14 @@ class StreamLayer(CacheLayerMixin):
         self._config, self._before = weakref.ref(config), before
 
     def new_stream(self) -> Stream:
-        """An empty stream by the plans of this layer."""
-        has_scan = any(plan.scanned for plan in self.plans)
-        return Stream(self.plans, leaves=self.leaves if has_scan else None, undo=DRAFT)
+        """An empty stream."""
+        return Stream(self.plans, leaves=self.leaves if any(plan.scanned for plan in self.plans) else None, undo=DRAFT)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values; the streams hold the earlier ones."""
+        """The new keys and values alone."""
         config = self._config()
         if self.closed or config is None or config._attn_implementation != NAME:
             raise ValueError(
@@ -84,7 +83,7 @@ class StreamLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Append the tokens to the stream and compute the outputs of their queries."""
+        """Append the tokens to a stream and return the outputs of their queries."""
         self.is_waiting = False
         if not plain(inputs):
             raise ValueError(
@@ -105,23 +104,20 @@ class StreamLayer(CacheLayerMixin):
                 f"before, got {self._answered + 1}; use the cache with the model it was made for"
             )
         if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
-            new = inputs.key_mask
-            new = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool) if new is None else new
-            real = torch.cat([stream.key_mask(), new], 1) if stream.length else new
-            if has_interior_padding(real):
+            real = inputs.key_mask
+            real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool) if real is None else real
+            if has_interior_padding(torch.cat([stream.key_mask(), real], 1) if stream.length else real):
                 raise gaps_error(self.window)
         self._answered += 1
         stream.scale = inputs.scale
         return stream.answer(inputs.query, inputs.key, inputs.value, inputs.key_mask)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `update` returns."""
         length, stream = Length(query_length), self.calls[0]
         length.held = stream.key_mask
         return length, stream.length
 
     def get_seq_length(self) -> int:
-        """The number of all tokens so far, also of those that were summarised."""
         return self.calls[0].length
 
     def get_max_length(self) -> int:
@@ -158,9 +154,11 @@ class StreamCache(Cache):
             config = getattr(module, "config", model.config)
             layers.append(StreamLayer(layer_plans, window, leaves, config, layers[-1] if layers else None))
         super().__init__(layers=[*layers])
-        self._model, self._leaves, self._kind = weakref.ref(model), leaves, f"cache of {len(layers)} layers"
-        hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
-        self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
+        self._model, self._kind = weakref.ref(model), f"cache of {len(layers)} layers"
+        leave = ExitStack()
+        leave.callback(model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True).remove)
+        leave.callback(interface.attach(model, None).detach)
+        self._attached = weakref.finalize(self, leave.close)
 
     @property
     def _streams(self) -> list[Stream]:
@@ -174,7 +172,6 @@ class StreamCache(Cache):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the keys that `update` returns."""
         self._check_lengths()
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -182,7 +179,6 @@ class StreamCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values; the streams hold the earlier ones."""
         if layer_idx == 0:  # of a model that has made no mask
             self._check_lengths()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -197,7 +193,7 @@ class StreamCache(Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` of the tokens that all layers have, and those that only some have.
+        """Remove the newest `-tokens_to_remove` tokens that all layers have, and those that only some have.
 
         `ValueError` if any stream cannot, and none does.
         """
@@ -213,7 +209,7 @@ class StreamCache(Cache):
                 stream.crop(length)
 
     def memory(self) -> int:
-        """Bytes held."""
+        """The bytes held."""
         return sum(stream.memory() for stream in self._streams)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -221,34 +217,23 @@ class StreamCache(Cache):
         files.write(path, self._kind, [stream.contents() for stream in self._streams])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
-        """Continue from a file that `save` wrote under the same plans; returns this cache.
-
-        `ValueError` for another or a damaged file, which changes nothing.
-        """
+        """Continue from a file that `save` wrote under the same plans; `ValueError` for any other changes nothing."""
         model = self._model()
         device = "cpu" if model is None else model.device
+        place, restored = "", list[list[Stream]]()
         try:
-            restored = self._restored(files.read(path, self._kind), device)
+            contents = files.read(path, self._kind)
+            size, remainder = divmod(len(contents), len(self.layers))
+            if remainder or not size:
+                raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
+            for number, layer in enumerate(self.layers):
+                place, of_layer = f"layer {number}: ", contents[number * size : (number + 1) * size]
+                restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
         except files.FAULTS as error:
-            raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {error}") from None
+            raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {place}{error}") from None
         for layer, calls in zip(self.layers, restored, strict=True):
             layer.calls, layer.is_waiting = calls, False
         return self
-
-    def _restored(
-        self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
-    ) -> list[list[Stream]]:
-        calls, remainder = divmod(len(contents), len(self.layers))
-        if remainder or not calls:
-            raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
-        restored = []
-        for number, layer in enumerate(self.layers):
-            of_layer = contents[number * calls : (number + 1) * calls]
-            try:
-                restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
-            except files.FAULTS as error:
-                raise ValueError(f"layer {number}: {error}") from None
-        return restored
 
     def __getstate__(self) -> None:
         raise TypeError("past_key_values: expected a cache that can be pickled, got one of fewkeys; use save(path)")
@@ -257,17 +242,14 @@ class StreamCache(Cache):
         model = self._model()
         if model is None:
             raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
-        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self.layers], self._leaves)
+        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self.layers], self.layers[0].leaves)
         for new, layer in zip(twin.layers, self.layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """Refuse a `generate` that passes tokens again.
-
-    Without `use_cache` it does so at every step, and with assistants in its first step.
-    """
+    """Refuse a `generate` that passes tokens again: without `use_cache` at every step, with assistants in the first."""
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
@@ -284,8 +266,3 @@ def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, An
             "position_ids: expected places after those of the tokens in the cache, got the first place again; generate "
             "passes all tokens again with prompt_lookup_num_tokens or assistant_model: use these with an empty cache"
         )
-
-
-def _leave(attachment: interface.attach, hook: RemovableHandle) -> None:
-    attachment.detach()
-    hook.remove()
