@@ -29,7 +29,7 @@ Part = Literal["encoder", "decoder", "cross"]
 SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
 OF_ENCODERS = ("modality", "prompt_length")
-"""What `SentenceTransformer.preprocess` adds for its own modules; no argument of the model."""
+"""What `SentenceTransformer.preprocess` adds for its own modules."""
 
 
 def capture(
@@ -46,19 +46,16 @@ def capture(
     output projections.
 
     Args:
-        batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them; padding
-            by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models of
-            images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
+        batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them. Models
+            of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
-        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Its layers then
-            answer by exact attention of that kernel.
+        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`.
         part: the part of an encoder-decoder to capture: "encoder", which runs alone, "decoder" (its self-attention) or
             "cross", for which batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the
             queries of cross-attention.
-        gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
-            judge heads by what their errors do to the predictions (`fewkeys.integrations.sensitivity` has the
-            equation). The whole model runs, with its head where that predicts tokens. `labels` of a batch, as for
-            training, are -100 for tokens that do not count.
+        gradients: also keep the gradients of the model's predictions by every attention output, by which
+            `fewkeys.tune` weighs errors (`fewkeys.integrations.sensitivity` has the equation). The whole model runs,
+            with its head where that predicts tokens. `labels` of a batch are -100 for tokens that do not count.
         seed: of the random numbers of gradients.
 
     The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. Layers
@@ -67,8 +64,8 @@ def capture(
     Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
 
-    Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
-    for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
+    `ValueError` as of `apply` for what the model asks of its attention, for an encoder-decoder without `part`, for no
+    batches and for a `directory` that holds something else. An error leaves nothing behind.
     """
     model = unwrapped(model)
     check_readable(model, part)
@@ -98,8 +95,8 @@ def capture(
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if part in ("decoder", "cross") and "decoder" not in parts:
                     raise ValueError(
-                        "part: expected a decoder with causal self-attention, which tells it from cross-attention, "
-                        f"got {part!r} for a {type(model).__name__} without; compare its outputs under fewkeys.apply"
+                        "part: expected a decoder with causal self-attention, unlike cross-attention, got "
+                        f"{part!r} for a {type(model).__name__} without; compare its outputs under fewkeys.apply"
                     )
                 if not captured:
                     raise ValueError(
@@ -120,8 +117,7 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     """Raise for a model that `exact_passes` cannot run."""
     attention_modules(model)
     alone = (None, "encoder") if model.config.is_encoder_decoder else (None,)
-    parts = get_args(Part) if has_two_parts(model) else alone
-    if part not in parts:
+    if part not in (get_args(Part) if has_two_parts(model) else alone):
         raise ValueError(
             "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
             f"{part!r} for a {type(model).__name__}; or pass its encoder"
@@ -151,18 +147,17 @@ def exact_passes(
 ) -> Iterator[tuple[Mapping[str, Any], Any]]:
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
-    `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
-    on with. The other arguments are those of `capture`. Afterwards the model is as it was.
+    `on_attention(layer, inputs, output)` returns the output with which the model goes on. The other arguments are those
+    of `capture`.
     """
     runs = model.get_encoder() if part == "encoder" else base_of(model)
     if gradients and part != "encoder" and model.get_output_embeddings() is not None:
         runs = model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
-            feature = "a learned sink, which captures do not support"
-            if inputs.softcap is not None:
-                cap = inputs.softcap
+        cap, feature = inputs.softcap, "a learned sink, which captures do not support"
+        if inputs.sink is not None or (cap is not None and weights != Softcap(cap)):
+            if cap is not None:
                 feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
             raise ValueError(
                 f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
@@ -193,20 +188,17 @@ def base_of(model: PreTrainedModel) -> nn.Module:
 
 def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """What a model returns that keeps no keys of the call and computes no loss."""
-    arguments = {name: item for name, item in arguments.items() if name != "labels"}
-    has_cache = "use_cache" in inspect.signature(model.forward).parameters
-    return model(**arguments | {"use_cache": False}) if has_cache else model(**arguments)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return model(**{name: item for name, item in arguments.items() if name != "labels"} | options)
 
 
 def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
-    """The checked arguments of a batch, on the model's device. index: the number of the batch, for error messages."""
+    """The checked arguments of batch `index`, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
     if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
-        )
+        raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
     inputs = batch.get(name)
     shapes = _SHAPES.get(name, ())
     kind = "" if name == "input_ids" else "floating "
@@ -238,7 +230,6 @@ _SHAPES = {
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
-    """Raise for token ids and lengths that the model does not have."""
     config, least, largest = model.config.get_text_config(), int(ids.min()), int(ids.max())
     if least < 0 or largest >= config.vocab_size:
         raise ValueError(
@@ -265,10 +256,8 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs, for which models have no common name.
-
-    They are the linear layers whose input is the memory that an attention call returned. `matrices` maps layers to
-    weights (out, Hq Dv). A layer whose output goes through something else first is not found.
+    """Finds the output projections of `model` as it runs: the linear layers whose input is the memory that an attention
+    call returned. `matrices` maps layers to weights (out, Hq Dv). Models have no common name for them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -280,7 +269,7 @@ class ProjectionFinder:
         self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
 
     def attended(self, layer: int, output: Tensor) -> None:
-        """Note the output (B, Hq, N, Dv) of a layer. It is kept until the next call: its memory must not be reused."""
+        """Keep the output (B, Hq, N, Dv) of a layer until the next call, so that its memory is not reused."""
         self._last = None if layer in self.matrices else (layer, output)
 
     def close(self) -> None:

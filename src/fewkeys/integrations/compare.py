@@ -1,13 +1,11 @@
 """Judge plans on a model's own queries, keys and values: by the error of the output, not of the weights.
 
 For each layer and block of heads the exact weights and outputs are computed once, and every plan is compared with them.
-Memory: one block (`fewkeys.judge.exact`) at any length. Time: O(n^2) per plan, since mass and recall need the exact
-weights.
+Memory: one block (`fewkeys.judge.exact`). Time: O(n^2) per plan, since mass and recall need the exact weights.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -26,7 +24,7 @@ from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
-Progress = Callable[[int, int, str], None]
+Count = Callable[[float, str], None]
 AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
@@ -44,24 +42,23 @@ def compare(
     batches: Iterable[Batch] | None = None,
     eps: float = 0.05,
     impl: Impl = "auto",
-    progress: Progress | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     seed: int = 0,
 ) -> Report:
     """Compare each plan with exact attention on captured queries, keys and values.
 
     Args:
-        capture: the attention inputs of every layer, from `fewkeys.capture`.
         plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` (exact attention is judged once);
             or a list of plans, or one plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
-        model: the model itself, in eval mode, for the effect of replacing attention in every layer; None leaves it out.
-        batches: the token ids that were captured; needed with `model`.
+        model, batches: the model, in eval mode, and the token ids that were captured, for the effect of replacing
+            attention in every layer; None leaves it out.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
-        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster.
+        impl: as in `fewkeys.attention`; plans run even where exact attention is faster.
         progress: called as `progress(done, total, what)`.
-        seed: of everything random in the plans. Same seed, same numbers, timings aside.
+        seed: of everything random in the plans.
 
-    A plan that refuses this model (stand-ins that cannot be causal) or this `impl` is listed in `skipped` with its
-    reason. Raises ValueError for bad arguments, and if every plan refuses.
+    A plan that refuses this model or `impl` is listed in `skipped` with its reason. `ValueError` for bad arguments, and
+    if every plan refuses.
     """
     if not 0.0 < eps <= 1.0:
         raise ValueError(f"eps: expected a number in (0, 1], got {eps!r}; the default is 0.05")
@@ -72,8 +69,14 @@ def compare(
     if model is not None:
         check_eval(unwrapped(model))
     entries, budgets = _entries(plans, capture)
-    passes = capture.layers + (0 if model is None else 1)
-    count = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
+    total, done = capture.sequences * (1 + len(entries)) * (capture.layers + (model is not None)), 0.0
+
+    def count(amount: float, what: str) -> None:
+        nonlocal done
+        done += amount
+        if progress is not None:
+            progress(min(round(done), total), total, what)
+
     keys = HeaviestKeys(capture.layers, capture.query_heads)
     shape = _judge_layers(capture, entries, eps, seed, impl, count, keys)
     running = [entry for entry in entries if entry.reason is None]
@@ -81,7 +84,7 @@ def compare(
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
     if model is not None and batches is not None:
         judge_model(model, batches, running, seed, impl, lambda sequences: count(sequences, "whole model"))
-    count(count.total, "done")
+    count(total, "done")
     lengths = _lengths(capture)
     return Report(
         model=capture.model_name,
@@ -97,22 +100,8 @@ def compare(
     )
 
 
-@dataclass
-class _Counter:
-    """Counts finished sequences (times plans, times layers) for a progress bar."""
-
-    progress: Progress | None
-    total: int
-    done: float = 0.0
-
-    def __call__(self, amount: float, what: str) -> None:
-        self.done += amount
-        if self.progress is not None:
-            self.progress(min(round(self.done), self.total), self.total, what)
-
-
 def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], list[int]]:
-    """The rows to judge, in order, and the budgets they were made for."""
+    """The rows to judge, and the budgets they were made for."""
     if isinstance(plans, Plan | ModelPlan):
         plans = [plans]
     by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
@@ -141,7 +130,7 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
 
 
 def _lengths(capture: Capture) -> list[int]:
-    """Valid tokens of every sequence."""
+    """The real tokens of each sequence."""
     lengths: list[int] = []
     for call in capture.calls(0):
         batch, _, keys, _ = call.key.shape
@@ -150,7 +139,7 @@ def _lengths(capture: Capture) -> list[int]:
 
 
 def _judge_layers(
-    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: _Counter, keys: HeaviestKeys
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: Count, keys: HeaviestKeys
 ) -> list[int]:
     """Fill the tallies and timings of all entries, and the sample. Returns the shape that was timed."""
     shape: list[int] = []

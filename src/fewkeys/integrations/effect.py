@@ -1,13 +1,11 @@
 """The effect of a plan on a whole model: how far its last hidden states move, and how long a call takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +24,6 @@ from fewkeys.judge.result import Effect
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 TURNS = 9
 """The largest number of timed turns at one length."""
 
@@ -36,10 +31,9 @@ TURNS = 9
 def judge_model(
     model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, impl: Impl, done: Callable[[int], None]
 ) -> None:
-    """Set the effect of each entry's plan on `model` over `batches` of token ids (or mappings with an attention mask).
+    """Set the effect of each entry's plan on `model` over `batches`. `done(sequences)` is called after each pass.
 
-    Costs one forward pass per batch and plan, and one exact one per batch; keeps the hidden states of one batch.
-    `done(sequences)` is called after each pass.
+    Cost: one pass per batch and plan, and an exact one per batch. Memory: the hidden states of one batch.
     """
     model = unwrapped(model)
     pooled: list[list[Tensor]] = [[] for _ in entries]
@@ -63,7 +57,7 @@ def judge_model(
         entry.effect = Effect(float(cosines.mean()), float(cosines.min()), float(total / count))
 
 
-def _exact_states(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The states of the exact model, even inside `apply`, and which are real (B, N): the last attention's keys."""
     masks: list[Tensor | None] = []
 
@@ -83,7 +77,7 @@ def _exact_states(model: PreTrainedModel, arguments: dict[str, Any]) -> tuple[Te
 
 
 @torch.no_grad()
-def _states(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
+def _states(model: Any, arguments: dict[str, Any]) -> Tensor:
     """Last hidden states (B, N, H) in float32."""
     states = getattr(run_without_cache(base_of(model), arguments), "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.ndim != 3:
@@ -102,7 +96,7 @@ def _mean(states: Tensor, real: Tensor) -> Tensor:
 
 @torch.no_grad()
 def time_model(
-    model: PreTrainedModel, plans: Sequence[Plan | ModelPlan], length: int, *, seconds: float
+    model: Any, plans: Sequence[Plan | ModelPlan], length: int, *, seconds: float
 ) -> list[tuple[int, float, float]]:
     """Time a model of this shape with random weights, on the CPU, on one sequence of `length` tokens without padding.
 

@@ -14,19 +14,14 @@ The first is the Fisher information of the model's predictions along e; both are
 distance, estimated as by Hutchinson (1989), with one draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.validation import describe
 from fewkeys.integrations.interface import attention_modules, has_two_parts, is_causal
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 IGNORED = -100
 """The label of a token that does not count, as losses of torch have it."""
@@ -35,15 +30,13 @@ IGNORED = -100
 class Sensitivity:
     """Collects the gradients of one batch after the other: `follow` every attention output, then `gradients`.
 
-    seed: of y and r. Cost: one backward pass, and the memory of training on the batch without an optimiser. The
-    gradients of parameters stay as they are.
+    seed: of y and r. Cost: one backward pass, and the memory of training on the batch without an optimiser.
     """
 
     def __init__(self, seed: int) -> None:
         if torch.is_inference_mode_enabled():
             raise ValueError(
-                "gradients: expected False under torch.inference_mode(), where torch computes no gradients, got True; "
-                "leave the mode"
+                "gradients: expected False under torch.inference_mode(), where torch computes none, got True; leave it"
             )
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves: list[Tensor] = []
@@ -77,7 +70,7 @@ class Sensitivity:
         return turned
 
 
-def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
+def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
     """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
 
     A label is predicted by the token before it in decoders, by its own token in encoders and encoder-decoders.

@@ -1,10 +1,8 @@
 """`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model in one exact pass."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +16,6 @@ from fewkeys.integrations.interface import attention_modules, unwrapped
 from fewkeys.integrations.transformers import Plans, plans_per_layer
 from fewkeys.judge.spot_check import SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @overload
@@ -38,7 +33,7 @@ def spot_check(
 
 @overload
 def spot_check(
-    model: PreTrainedModel,
+    model: nn.Module,
     batches: Batch | Iterable[Batch],
     plan: Plans,
     *,
@@ -55,26 +50,24 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
 
     An unbiased estimate of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
-    `fewkeys.compare` reports. The plan runs on the whole input. Each sequence is divided into `queries` equal
-    stretches, and in each stretch one query of each head is drawn at random and answered exactly. The interval is
-    Student's, with variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`). It holds for the
-    queries of this input, and assumes that most of the error is not in a single query that was not drawn
-    (docs/quality-control.md has the measured coverage).
+    `fewkeys.compare` reports. The plan runs on the whole input. In each of `queries` equal stretches of a sequence one
+    query of each head is drawn at random and answered exactly. The interval (`fewkeys.guard.interval`) assumes that no
+    single query holds most of the error; docs/quality-control.md has its measured coverage.
 
     Args:
         query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
-            plan is always run, also where exact attention is faster.
-        model: a transformers model in eval mode. Every layer's plan is judged on the input that the layer has in the
-            exact model, so that errors do not add up over layers. `per_layer` of the result has an entry for each.
+            plan runs even where exact attention is faster.
+        model: a transformers model in eval mode. Every layer gets the input that it has in the exact model, so that
+            errors do not add up. `per_layer` of the result has an entry for each.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
         plan: with a model also one plan per layer, or per layer and key head, as in `fewkeys.apply`.
         queries: exact queries per sequence and head, at least 2; all queries of sequences with fewer.
         confidence: of the interval, in (0, 1).
         generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
 
-    Raises `TypeError` or `ValueError` for malformed input, and whatever the plan or the model refuse.
+    `TypeError` or `ValueError` for malformed input, and whatever the plan or the model refuse. No gradients.
 
-    Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
+    Cost: that of the plan (and of the model's pass), plus O(queries n (D + Dv)) per sequence and head.
     """
     if (args and isinstance(args[0], nn.Module | str)) or "model" in options:
         return _check_model(*args, **options)
@@ -82,7 +75,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
 
 
 def _check_model(
-    model: PreTrainedModel,
+    model: nn.Module,
     batches: Batch | Iterable[Batch],
     plan: Plans,
     *,
@@ -106,12 +99,13 @@ def _check_model(
             checks[place] += check_call(call.checked(generator), plan, queries, source)
         return output
 
-    passes = exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention)
-    batches_run = 0
-    for _ in passes:
-        batches_run += 1
+    if isinstance(batches, Tensor | Mapping):
+        batches = [batches]
+    count = 0
+    for _ in exact_passes(model, batches, on_attention):
+        count += 1
         calls.clear()
-    if batches_run == 0:
+    if count == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     checked = [checks[place] for place in sorted(checks) if checks[place]]
     if not checked:
