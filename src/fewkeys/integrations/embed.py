@@ -65,17 +65,16 @@ def late_chunks(
 
     Args:
         encoder: its first module gives token embeddings, and one of the others pools.
-        text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones. Nothing is truncated.
+        text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones.
         chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, which may
             overlap or leave gaps; None: one chunk, the whole text, with the vector of `encoder.encode(text)`. A token
-            belongs to every chunk that has a character of it. The prompt and the special tokens before the text belong
-            to the chunk with the first token, those after it to the chunk with the last.
-        prompt_name, prompt: as in `encoder.encode`; the default is that of the encoder.
+            belongs to every chunk that has a character of it; prompt and special tokens to the chunk beside them.
+        prompt_name, prompt: as in `encoder.encode`.
 
     `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
     pooling means nothing for parts (`cls`, `lasttoken`, `weightedmean`).
 
-    Cost: one pass, plus O(tokens d). Memory: that of one pass.
+    Cost: one pass, plus O(tokens d).
     """
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
@@ -115,7 +114,7 @@ def split(
 ) -> list[Span]:
     """The characters (start, stop) of the fewest parts, about equally long, that the encoder reads in one pass each.
 
-    Parts begin with a word where there is white space. One part, the text, where it fits. Cost: tokens of the text.
+    Parts begin with a word where there is white space. Cost: tokens of the text.
     """
     limit = longest(encoder)
     before = resolved_prompt(encoder, prompt_name, prompt)
@@ -243,8 +242,7 @@ def fast_tokenizer(encoder: SentenceTransformer) -> Any:
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            "encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
-            f"{type(tokenizer).__name__}"
+            f"encoder: expected a fast tokenizer, which knows the characters of tokens, got {type(tokenizer).__name__}"
         )
     return tokenizer
 
@@ -286,15 +284,13 @@ def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Plac
             "cuts them; use encoder.encode for whole texts"
         )
     skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
-    tokens: Tensor = encoder[0](batch_to_device(features, encoder.device))["token_embeddings"]
-    return tokens, skipped
+    return encoder[0](batch_to_device(features, encoder.device))["token_embeddings"], skipped
 
 
-def _pooled(encoder: SentenceTransformer, tokens: Tensor) -> Tensor:
+def _pooled(encoder: SentenceTransformer, tokens: Tensor) -> Any:
     """The vector (1, d) of a text whose token embeddings are (1, N, d)."""
     mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     features: Any = {"token_embeddings": tokens, "attention_mask": mask}
     for module in list(encoder)[1:]:
         features = module(features)
-    vector: Tensor = features["sentence_embedding"]
-    return vector if encoder.truncate_dim is None else vector[..., : encoder.truncate_dim]
+    return features["sentence_embedding"][..., : encoder.truncate_dim]

@@ -33,11 +33,11 @@ def load_model(
 
     Encoders come as their base model (`AutoModel`), decoder-only models that were saved with a language-model head as
     `AutoModelForCausalLM`. Weights are read from safetensors only and no code of the repository is run. dtype: None is
-    float32 on the CPU and the dtype of the checkpoint elsewhere. A tokenizer without a padding token gets its end
-    token for that. The hub is asked only for what its cache lacks.
+    float32 on the CPU and that of the checkpoint elsewhere. A tokenizer without a padding token gets its end token for
+    that. The hub is asked only for what its cache lacks.
 
-    `ValueError`, one line that names the remedy, for a folder or hub id that is unknown, unreachable or incomplete, for
-    an encoder-decoder, and for a model whose attention does not go through transformers' interface.
+    `ValueError` for a folder or hub id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a
+    model whose attention does not go through transformers' interface.
     """
     need("transformers", "hf")
     with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
@@ -46,8 +46,7 @@ def load_model(
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
             raise ValueError(
-                f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); "
-                "use an encoder or a decoder-only model"
+                f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); use an encoder or decoder-only model"
             )
         model = _model(name, config, offline, dtype or (torch.float32 if target.type == "cpu" else "auto"))
         tokenizer = _pretrained(
@@ -63,8 +62,8 @@ def load_model(
 def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode; else as `load_model`.
 
-    A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that
-    was saved to predict tokens needs that file. `ModuleNotFoundError` where sentence-transformers is missing.
+    Without `modules.json`, sentence-transformers takes the mean of all tokens. A decoder that was saved to predict
+    tokens needs that file.
     """
     need("sentence_transformers", "embed")
     with quiet():
@@ -88,7 +87,7 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines, progress bars or warnings of transformers and huggingface_hub; their settings come back after."""
+    """No log lines, progress bars or warnings of transformers and huggingface_hub; afterwards as before."""
     import huggingface_hub.utils
     from transformers.utils import logging
 
@@ -119,24 +118,20 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     path = Path(name)
     is_folder = bool(name) and path.is_dir()
     if is_folder and not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
-        raise ValueError(
-            f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
-            if files
-            else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
-        )
+        fault = "is not a model folder (it has no config.json); name a folder that has one"
+        if files := sorted(path.glob("*.gguf")):
+            fault = f"holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
+        raise ValueError(f"name_or_dir: {name} {fault}")
     if name and path.is_file():
-        raise ValueError(
-            f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}"
-            if name.endswith(".gguf")
-            else f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder"
-        )
-    is_hub_id = isinstance(name_or_dir, str)
-    try:
+        fault = f"{name} is a file; name its folder"
+        if name.endswith(".gguf"):
+            fault = f"got a GGUF file, {name}; {_NO_GGUF}"
+        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {fault}")
+    is_known = is_folder
+    with suppress(HFValidationError):
         validate_repo_id(name)
-    except HFValidationError:
-        is_hub_id = False
-    if not is_folder and not is_hub_id:
+        is_known = is_folder or isinstance(name_or_dir, str)
+    if not is_known:
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
         )
@@ -196,9 +191,9 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
 def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = "", **options: Any) -> Any:
     import transformers
 
+    options |= {"trust_remote_code": False, "local_files_only": offline}
     with _in_one_line(f"name_or_dir: {what}", fix):
-        auto_class: Any = getattr(transformers, factory)
-        return auto_class.from_pretrained(name, trust_remote_code=False, local_files_only=offline, **options)
+        return getattr(transformers, factory).from_pretrained(name, **options)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 BATCH_TOKENS = 4096
 """Tokens per batch: they bound the memory of a forward pass."""
 PIECE = 65_536
-"""Characters that are tokenized at once, so that a long file costs no more than the tokens it is read for."""
+"""Characters that are tokenized at once: of a long file, no more than the tokens that are needed."""
 
 
 def batches(
@@ -45,11 +45,9 @@ def positions(model: Any) -> int | None:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            longest -= module.padding_idx + 1
-            break
-    return longest
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = next((index for table in tables if (index := getattr(table, "padding_idx", None)) is not None), -1)
+    return longest - int(padding) - 1
 
 
 def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -63,7 +61,7 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
-    """Tokens of the texts without special ones: all of them, or the first ones once there are `enough`."""
+    """Tokens of the texts without special ones, `enough` or all of them."""
     tokens: list[int] = []
     for text in texts:
         start = 0
