@@ -89,9 +89,9 @@ PROMISES = (
     ),
     Breakage(
         "within the stated multiple: the first order is taken back without bounds",
-        "rest/cluster_means.py",
-        "(within_reach(reference @ left, bounds) @ right)",
-        "((reference @ left) @ right)",
+        "rest/cohort_means.py",
+        "within_reach(reference @ left, bounds) @ right",
+        "(reference @ left) @ right",
         (Law("parts/test_bounded", "stated_multiple and torch"), Law("parts/test_bounded", "holds_of_anything")),
     ),
     Breakage(

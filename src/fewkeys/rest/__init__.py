@@ -1,7 +1,4 @@
-"""What stands in for the keys that are not kept: one file per idea.
-
-A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
-"""
+"""What stands in for the keys that are not kept: one file per idea. A line here makes a file's classes public."""
 
 from fewkeys.core.rooms import public_names
 from fewkeys.rest.base import AnyStandIns as AnyStandIns

@@ -12,16 +12,13 @@ from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.fields import Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
-
-REACH = 0.25
-"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +27,13 @@ class StandIns(Fields):
 
     For query i stand-in c has the score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and the weight
     `n_ic f(s_ic)`. The multiplicity `n_ic = sum_{j: label_j = c} share_j` is over the keys j that query i does not
-    keep, so no key counts twice. The value is `value_c`, plus the first-order term `factor_c u_i right` with
+    keep. The value is `value_c`, plus the first-order term `factor_c u_i right` with
     `u_i = min(max(q_i left - middle, -reach), reach)`.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key;
-    share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding; bias (B, Hkv, C) or None;
-    curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score. With a first-order term, for scaled
-    queries: left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C), and bounds
-    (B, Hkv, 2, r), middle and reach. Labels, shares and bounds carry no gradient.
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64; share (B, Hkv, Nk), zero for keys that
+    all queries keep and for padding; bias (B, Hkv, C); curvature M (B, Hkv, D, D) adds `q^T M q / 2` of the scaled
+    query to every score. First order, for scaled queries: left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None
+    (identity), factor (B, Hkv, C), bounds (B, Hkv, 2, r): middle and reach. Labels, shares, bounds have no gradient.
     """
 
     key: Tensor
@@ -74,13 +70,12 @@ class CohortStandIns(Fields):
 
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
-    where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
-    takes an equal part. Under a bias of distances a key counts exp(bias) times. Value and first-order term are those of
-    `StandIns`.
+    where size_hc counts the keys of the cluster outside the cohort's list. Under a bias of distances a key counts
+    exp(bias) times. Value and first-order term are those of `StandIns`.
 
-    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
-    the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
-    (B, Hkv, H, C), bounds (B, Hkv, H, 2, r). Gradients flow through key, value and left.
+    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64.
+    First order: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor (B, Hkv, H, C), bounds (B, Hkv, H, 2, r).
+    Gradients flow through key, value and left.
     """
 
     key: Tensor
@@ -101,12 +96,11 @@ class CohortStandIns(Fields):
 
 @dataclass(frozen=True, eq=False)
 class BlockStandIns(Fields):
-    """M stand-ins per key head and block of queries: a summary of the past of each block.
+    """M stand-ins per key head and block of queries (of the graph's columns): a summary of the past of each block.
 
     Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
-    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries of block b of the
-    graph's columns. Scores are `scale q_i . key_c`; weights `f(score)` times the size, under `Softmax`
-    `exp(score + bias)`.
+    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Scores are `scale q_i . key_c`; weights `f(score)`
+    times the size, under `Softmax` `exp(score + bias)`.
     """
 
     key: Tensor
@@ -117,13 +111,13 @@ class BlockStandIns(Fields):
 
 @dataclass(frozen=True, eq=False)
 class RangeStandIns(Fields):
-    """M ranges of keys for every step of queries, which stand in for the keys that a query does not keep of them.
+    """M ranges of keys for every step of queries, a block of 32 positions or all queries.
 
-    A step is a block of 32 positions, or all queries. `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and
-    values before each block of 32, and of all; `reals` (B, G + 1), float64: likewise numbers of real keys, None: all;
-    `edges` (steps, M + 1), int64: range c holds the keys edges_c .. edges_(c+1) - 1, whole blocks. Hence the means key
-    (B, Hkv, steps, M, D) and value (B, Hkv, steps, M, Dv), and size (B, steps, M), the numbers of real keys. Weights
-    are `f(score)` times the size, less the keys of the range that the query keeps.
+    `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and of all; `reals`
+    (B, G + 1), float64: likewise numbers of real keys, None: all; `edges` (steps, M + 1), int64: range c holds the keys
+    edges_c .. edges_(c+1) - 1, whole blocks. Hence the means key (B, Hkv, steps, M, D) and value (B, Hkv, steps, M,
+    Dv), and size (B, steps, M), the numbers of real keys. Weights are `f(score)` times the size, less the keys of the
+    range that the query keeps.
     """
 
     totals: Tensor
@@ -167,9 +161,7 @@ AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for the keys that are not kept. `prepare`, `slots` and `work` are required; each
-    other attribute has a safe default.
-    """
+    """A rule that makes the stand-ins for the keys that are not kept. Members not abstract have safe defaults."""
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
@@ -260,21 +252,13 @@ RESTS: Catalogue[Rest] = Catalogue(Rest)
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in working precision."""
-    dtype = working(inputs.key[:0]).dtype
+    dtype = working_dtype(inputs.key.dtype)
     if graph.hidden is None:
         return inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
     return (graph.hidden == 0).to(dtype)
 
 
-def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:
-    """`StandIns.bounds` (..., 2, r) around the directions' values (..., 1, r) at the mean query; `unit`: of `Frame`."""
-    return torch.cat([middle, (REACH / unit).expand_as(middle)], -2)
-
-
 def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
-    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`.
-
-    It has the size of the values, whatever the scores: no precision is lost by cancellation.
-    """
+    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`."""
     middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
     return (along - middle).clamp(-reach, reach)

@@ -44,19 +44,18 @@ class BlockMeans(CountedRest):
             raise ValueError(f"keep: BlockMeans stands for what KeyScan(count) alone does not choose, got {keep}")
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
-        x = inputs
         if not isinstance(graph.scan, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
-        totals = _sums(x.key, x.value)
-        reals = None if x.valid is None else _sums(x.valid[:, None, :, None].float())[:, 0, :, 0]
-        return self.of_totals(x, totals, reals)
+        valid = inputs.valid
+        reals = None if valid is None else _sums(valid[:, None, :, None].float())[:, 0, :, 0]
+        return self.of_totals(inputs, _sums(inputs.key, inputs.value), reals)
 
     def of_totals(self, inputs: Inputs, totals: Tensor, reals: Tensor | None) -> RangeStandIns:
         """The stand-ins from the first two fields of `RangeStandIns`."""
         x = inputs
         if x.is_causal:
-            first, last = x.offset // BLOCK, (x.offset + x.queries - 1) // BLOCK
-            ranges = [_ranges(s, self.count) for s in range(first, last + 1)]
+            last = (x.offset + x.queries - 1) // BLOCK
+            ranges = [_ranges(s, self.count) for s in range(x.offset // BLOCK, last + 1)]
         else:
             blocks = -(-x.keys // BLOCK)
             ranges = [[c * blocks // self.count for c in range(self.count + 1)]]

@@ -42,20 +42,19 @@ class Moments(Rest):
         return Work(1.0 + inputs.head_dim, 2.0 * inputs.head_dim * (inputs.head_dim + inputs.value_dim))
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
-        key, value = working(inputs.key), working(inputs.value)
-        free = unkept(inputs, graph)
+        key, value, free = working(inputs.key), working(inputs.value), unkept(inputs, graph)
         member = free.unsqueeze(-1)
         count = member.sum(-2, keepdim=True).clamp_min(1)
         mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
-        spread = (key - mean_key) * member
+        spread, value_spread = (key - mean_key) * member, value - mean_value
         with constants():
-            reach = REACH * (((value - mean_value) * member).square().sum(-2, keepdim=True) / count).sqrt()
+            reach = REACH * ((value_spread * member).square().sum(-2, keepdim=True) / count).sqrt()
         return StandIns(
             key=mean_key,
             value=mean_value,
             label=torch.zeros_like(free, dtype=torch.int64),
             share=free,
-            left=spread.mT @ (value - mean_value) / count,
+            left=spread.mT @ value_spread / count,
             factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
             curvature=spread.mT @ spread / count,
             bounds=torch.cat([torch.zeros_like(reach), reach], 2),

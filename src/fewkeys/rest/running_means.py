@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
@@ -20,13 +19,12 @@ class RunningMeans(CountedRest):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
     Beside `RecentBlocks`, with or without `Sinks`. When a block of queries begins, a summary of `count` means absorbs
-    the keys that no list holds any more, and merges the means whose merging costs least (`fewkeys.past.summary` has the
-    equations). Its metric is that of the queries before the block. Absorbed keys never return, so a block's stand-ins
-    are the same whether a sequence comes whole, in pieces (`fewkeys.stream`) or token by token.
+    the keys that no list holds any more, and merges the means whose merging costs least in the metric of the queries
+    before the block (`fewkeys.past.summary` has the equations). Results are the same whether a sequence comes whole, in
+    pieces (`fewkeys.stream`) or token by token.
 
     Memory for a whole sequence is count / block times that of the keys and values. Slots: count. Cost
-    O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through the choice of clusters and
-    weights.
+    O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through clusters and weights.
     """
 
     causal: ClassVar[bool] = True
@@ -56,7 +54,11 @@ class RunningMeans(CountedRest):
                 "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
                 "window or a rule with a list for every query"
             )
-        rows, excess, size = scan(self.count, x, columns, _real_queries(x), tilted=isinstance(weights, Softmax))
+        real = x.valid_queries  # None: all
+        if x.placeholders:
+            later = torch.arange(x.queries, device=x.query.device) >= x.placeholders
+            real = later.expand(x.batch, -1) if real is None else real & later
+        rows, excess, size = scan(self.count, x, columns, real, tilted=isinstance(weights, Softmax))
         key, value = rows.split([x.head_dim, x.value_dim], -1)
         return BlockStandIns(key, value, excess, size)
 
@@ -64,12 +66,3 @@ class RunningMeans(CountedRest):
 def _recent(keep: Selector) -> list[Recent]:
     remembered = (part.remembered for part in keep.parts)
     return [part.recent for part in remembered if part is not None and part.recent is not None]
-
-
-def _real_queries(inputs: Inputs) -> Tensor | None:
-    """(B, Nq): queries that count in the statistics; None: all."""
-    real = inputs.valid_queries
-    if inputs.placeholders:
-        later = torch.arange(inputs.queries, device=inputs.query.device) >= inputs.placeholders
-        real = later.expand(inputs.batch, -1) if real is None else real & later
-    return real

@@ -20,11 +20,10 @@ class UniformSample(CountedRest):
 
     The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size;
     the first key of each share stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep
-    no further keys, and exact if there are at most `count` such keys. Source: the residual of HyperAttention (arXiv
-    2310.05869) is of this kind.
+    no further keys, and exact if there are at most `count` such keys.
 
     Slots: count. Draws from the call's `generator` (seed 0 if none is given). Gradients flow through the sampled keys
-    and values. Not causal.
+    and values. Not causal. Source: the residual of HyperAttention (arXiv 2310.05869).
     """
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
@@ -32,9 +31,8 @@ class UniformSample(CountedRest):
         return Work(float(self.count), 3 * PER_SORTED)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
-        free = unkept(inputs, graph)
-        count = min(self.count, inputs.keys)
-        priority = uniform(inputs, tuple(free.shape)).to(free.dtype).masked_fill(free == 0, torch.inf)
+        free, count = unkept(inputs, graph), min(self.count, inputs.keys)
+        priority = uniform(inputs, free.shape).to(free.dtype).masked_fill(free == 0, torch.inf)
         order = priority.argsort(-1)
         rank = order.argsort(-1)
         # With fewer free keys than shares every key is its own share.
@@ -42,9 +40,4 @@ class UniformSample(CountedRest):
         share = (rank * count // available).clamp_max(count - 1)
         first = (torch.arange(count, device=free.device) * available + count - 1) // count
         index = order.gather(-1, first.clamp_max(inputs.keys - 1))
-        return StandIns(
-            key=take(inputs.key, index),
-            value=take(inputs.value, index),
-            label=share,
-            share=free,
-        )
+        return StandIns(take(inputs.key, index), take(inputs.value, index), label=share, share=free)
