@@ -1,7 +1,4 @@
-"""Which keys are kept: one file per idea. Each selector turns a problem into a `Graph`.
-
-A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
-"""
+"""Which keys are kept: one file per idea. A line here makes a file's classes public."""
 
 from fewkeys.core.graph import Columns as Columns
 from fewkeys.core.graph import ExtraEdges as ExtraEdges

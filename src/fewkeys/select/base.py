@@ -32,9 +32,9 @@ class Remembered:
 
     Attributes:
         latest: the number of latest keys, counted from each query's own place.
-        recent: blocks of positions; whole blocks are evicted at once.
+        recent: blocks of positions, evicted at once.
         first: the number of first real keys.
-        scan: how many keys a scan chooses among all keys; 0: there is no scan.
+        scan: how many keys a scan chooses among all keys; 0: none.
     """
 
     latest: int = 0
@@ -48,8 +48,8 @@ class Sharded:
     """How a rule chooses without causality among keys that are split over processes.
 
     Attributes:
-        score: scores (B, Hkv, N) of the keys of `inputs`, which are a part of `inputs.whole`.
-        count: the rule keeps this many of the largest scores of all parts, or
+        score: scores (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
+        count: keep this many of the largest scores of all parts, or
         least: every key of at least this score.
     """
 
@@ -61,8 +61,7 @@ class Sharded:
 class Selector(Listed, ABC):
     """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
 
-    No code outside a rule distinguishes rules: plans, streams, shards and tuning read what each states here. `select`,
-    `covers` and `work` are required; each other member has a safe default.
+    Plans, streams, shards and tuning read what each rule states here. Members that are not abstract have safe defaults.
     """
 
     is_oracle: ClassVar[bool] = False
@@ -119,16 +118,16 @@ class Selector(Listed, ABC):
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
-        Only `Outliers` looks at the values, by default the keys. Places include padding; `attention` asks causal rules
-        for the graph of the real keys alone.
+        Only `Outliers` looks at the values, by default the keys. Places include padding.
         """
         inputs = check_inputs(query, key, key if value is None else value, **options)
         with full_precision():
             return self.select(inputs)
 
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-        """Raise `ValueError` where, under causality, a query keeps a key after its own, or later keys change what
-        earlier queries keep: a test for new rules. Arguments as in `graph`, as many queries as keys. Cost O(n^2).
+        """Raise `ValueError` where, under causality, a query keeps a later key, or later keys change what it keeps.
+
+        A test for new rules. Arguments as in `graph`, as many queries as keys. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()

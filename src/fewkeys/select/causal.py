@@ -2,8 +2,8 @@
 
 Tokens come in blocks of absolute positions. When a block of keys is complete, the keys kept so far and the new ones are
 scored together and the best `count` stay; evicted keys never return. The queries of the next block share this list.
-While fewer than `count` keys are complete, the free places go to the block's own keys in order, under the causal mask:
-a budget of all keys is exact attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
+Free places of a list go to the block's own keys in order, under the causal mask: a budget of all keys is exact
+attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
 """
 
 from abc import ABC, abstractmethod
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.rows import marked_places
 from fewkeys.select.base import top_places
 
 CAUSAL_BLOCK = 32
@@ -36,8 +37,8 @@ class OnlineScore(ABC):
 def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     """The graph in which every block of queries keeps the `count` best of the keys before it."""
     x, keys, count = inputs, working(inputs.key.detach()), min(count, inputs.keys)
-    index = torch.zeros((x.batch, x.kv_heads, 0), dtype=torch.int64, device=keys.device)
-    used, number, lists, start = index.bool(), keys.new_zeros(index.shape), [], 0
+    number = keys.new_zeros((x.batch, x.kv_heads, 0))
+    index, used, lists, start = number.long(), number.bool(), [], 0
     for block in range(x.offset // CAUSAL_BLOCK, (x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
         complete = min(block * CAUSAL_BLOCK, x.keys)
         while start < complete:
@@ -48,10 +49,8 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
             pairs = (index, new), (used, is_real), (number, score.offer(keys[:, :, start:stop], real))
             index, used, number = (torch.cat(pair, -1) for pair in pairs)
             if index.shape[-1] > count:
-                present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number).masked_fill(
-                    ~used, -torch.inf
-                )
-                place, _ = top_places(present, count)
+                present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number)
+                place, _ = top_places(present.masked_fill(~used, -torch.inf), count)
                 index, used, number = (part.gather(-1, place) for part in (index, used, number))
             start = stop
         lists.append(_filled(x, index, used, complete, count))
@@ -61,14 +60,12 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
 
 def _filled(x: Inputs, index: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
     """The list, its free places up to `count` given to the block's own real keys, in order; and which are used."""
-    last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=index.device)
-    real = (last_keys < x.keys).expand(x.batch, -1)
-    last_keys = last_keys.clamp_max(x.keys - 1).expand(x.batch, -1)
+    last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=index.device).expand(x.batch, -1)
+    real, last_keys = last_keys < x.keys, last_keys.clamp_max(x.keys - 1)
     if x.valid is not None:
         real = real & x.valid.gather(-1, last_keys)
-        order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        order = marked_places(real, least=CAUSAL_BLOCK)
         last_keys, real = last_keys.gather(-1, order), real.gather(-1, order)
-    free = count - index.shape[-1]
-    block_keys = (pad(rows, (0, free - CAUSAL_BLOCK))[:, None].expand(-1, x.kv_heads, -1) for rows in (last_keys, real))
-    filled_index, filled_used = (torch.cat(parts, -1) for parts in zip((index, used), block_keys, strict=True))
-    return filled_index, filled_used
+    fill = (0, count - index.shape[-1] - CAUSAL_BLOCK)
+    last_keys, real = (pad(rows, fill)[:, None].expand(-1, x.kv_heads, -1) for rows in (last_keys, real))
+    return torch.cat([index, last_keys], -1), torch.cat([used, real], -1)

@@ -36,10 +36,7 @@ class KeyNorm(CountedSelector):
 
 @dataclass(frozen=True)
 class RandomKeys(CountedSelector):
-    """`count` keys drawn uniformly without replacement, per sequence and head, shared by all queries.
-
-    Draws come from the call's `generator` (seed 0 if none is given).
-    """
+    """`count` keys drawn by the call's `generator` uniformly without replacement, per head, shared by all queries."""
 
     causal = True
 

@@ -24,14 +24,14 @@ PER_CODE = 0.25
 class KeyScan(CountedSelector):
     """The query's own block of 32 keys up to itself, and the `count` best of the keys before it, by their codes.
 
-    Every query scores all keys before its block, each in two bits a number after a fixed rotation
-    (`fewkeys.sketch.codes`): `score_j ~ q . (k_j - m)`, of equal scores the first. Blocks are of absolute positions,
-    0 .. 31 the first. Strictly causal: a code depends on its key and on the mean m of the first block alone. Without
-    causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
+    Every query scores all keys before its block, each in two bits a number (`fewkeys.sketch.codes`):
+    `score_j ~ q . (k_j - m)`, of equal scores the first. Blocks are of absolute positions, 0 .. 31 the first. Strictly
+    causal: a code depends on its key and on the mean m of the first block alone. Without causality all keys are scored,
+    and there is no own block. Query heads that share keys choose their own.
 
     Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
-    reads 18 bytes a key of 64 dimensions; its float32 key and value have 512. Source: codes after RaBitQ (Gao and Long,
-    2024) and TurboQuant (Zandieh et al., 2025); Loki, PQCache, MagicPIG and HashAttention scan cheap scores, too.
+    reads 18 bytes a key of 64 dimensions, not 512. Source: codes after RaBitQ (Gao and Long, 2024) and TurboQuant
+    (Zandieh et al., 2025); Loki, PQCache, MagicPIG and HashAttention scan cheap scores, too.
     """
 
     causal = True
@@ -49,9 +49,8 @@ class KeyScan(CountedSelector):
         return self.count >= _before(inputs, inputs.queries - 1)
 
     def work(self, inputs: Inputs) -> Work:
-        x = inputs
+        x, wide = inputs, width(inputs.head_dim)
         seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
-        wide = width(x.head_dim)
         rotating = 2.0 * wide * log2(wide) * (1 + x.gqa_ratio)
         kept = self.count + (BLOCK + 1) / 2 * x.is_causal
         return Work(kept, choosing=rotating, scanned=PER_CODE * x.head_dim * seen)
@@ -84,7 +83,7 @@ def _before(inputs: Inputs, query: int) -> int:
 class Scanned:
     """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
 
-    `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values that are held in int8.
+    `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values held in int8.
     """
 
     inputs: Inputs

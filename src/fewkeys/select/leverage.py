@@ -29,12 +29,12 @@ class Leverage(Selector):
         eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
             `|s|^2` holds every entry >= eps of any query.
         centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
-            the guarantee for `|s|^2`.
-        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and the universal set is that
-            of weights `|s|^p`, `Power(p)`, at most `rank^max(1, p/2) / eps` keys.
+            the guarantee.
+        power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set is that of weights
+            `Power(p)`, at most `rank^max(1, p/2) / eps` keys.
 
-    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): after each block of keys,
-    those kept so far and the new ones compete by their scores against the Gram matrix of all keys so far.
+    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): scores are against the Gram
+    matrix of all keys so far (`fewkeys.select.causal`).
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
     """
@@ -49,7 +49,7 @@ class Leverage(Selector):
             raise ValueError(f"Leverage: expected exactly one of count and eps, got count={self.count}, eps={self.eps}")
         if self.count is not None:
             check_count("Leverage count", self.count)
-        if self.eps is not None:
+        else:
             check_real("Leverage eps", self.eps, above=0.0, below=1.0)
             if self.centre:
                 raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
@@ -80,21 +80,17 @@ class Leverage(Selector):
     def select(self, inputs: Inputs) -> Graph:
         keys = working(inputs.key.detach())
         if self.count is None:
-            return self._universal_set(inputs, keys)
+            check_finite(key=keys)
+            marked = sensitivity_bounds(keys, self.power) >= (self.eps or 0.0) * (1 - ROUNDING)
+            if inputs.valid is not None:
+                marked = marked & inputs.valid[:, None]
+            index = marked_places(marked, least=1)
+            return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
         if inputs.is_causal:
             return running_top(inputs, _RunningLeverage(keys, self.centre), self.count)
         if self.centre:
             keys = centre(keys, inputs.valid)
         return shared_top(inputs, leverage_scores(keys, self.power), self.count)
-
-    def _universal_set(self, inputs: Inputs, keys: Tensor) -> Graph:
-        """All queries keep the keys of score >= eps; lists are as long as the longest head needs."""
-        check_finite(key=keys)
-        marked = sensitivity_bounds(keys, self.power) >= (self.eps or 0.0) * (1 - ROUNDING)
-        if inputs.valid is not None:
-            marked = marked & inputs.valid[:, None]
-        index = marked_places(marked, least=1)
-        return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
@@ -123,7 +119,6 @@ class _RunningLeverage(OnlineScore):
     def score(self, key: Tensor, number: Tensor) -> Tensor:
         rows, gram = key.double(), self.gram
         if self.centre:
-            count = self.count.clamp_min(1)
-            mean = self.total / count
-            rows, gram = rows - mean, gram - count * mean.mT @ mean
+            mean = self.total / self.count.clamp_min(1)
+            rows, gram = rows - mean, gram - self.count * mean.mT @ mean
         return score_rows(rows, root64(gram, key.dtype)).to(key.dtype)

@@ -26,9 +26,9 @@ PAIR = 0.999
 class Outliers(CountedSelector):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
 
-    `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (`fewkeys.sketch.clusters`). Beside
-    `rest=ClusterMeans(clusters)` both read the same clusters: kept keys are those that a stand-in would represent
-    worst. Cost O(n clusters (D + Dv)). Not causal.
+    `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (`fewkeys.sketch.clusters`). The clusters
+    are those of `rest=ClusterMeans(clusters)`: kept keys are those that a stand-in would represent worst. Cost
+    O(n clusters (D + Dv)). Not causal.
 
     `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
     by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
@@ -54,16 +54,15 @@ class Outliers(CountedSelector):
         return kept | self._lists(inputs, kept.band)
 
     def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
-        """A list for every cohort, whose queries keep the keys of `band` besides; or for all queries."""
+        """A list for every cohort, whose queries keep the keys of `band` besides; or one for all."""
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
         bias = None if x.bias is None else bias_importance(x, parts, x.bias, band)
         if bias is None and compiled_at_once(x):
-            distance = clusters(x, self.clusters).distance
-            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "distance": distance}
-            args = facts | {"real": x.valid}
-            index, used, variance = native.best(key, args, min(self.count, x.keys), near=NEAR, power=PAIR)
+            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
+            facts["distance"] = clusters(x, self.clusters).distance
+            index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
             x.remember((half_variance, parts), lambda: variance)
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
@@ -77,16 +76,12 @@ class Outliers(CountedSelector):
         return key_statistics(inputs).importance + PAIR * distance.clamp_min(tiny).log()
 
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
-        """(B, Hkv, Nk): the terms of the cohorts' scores that all cohorts share.
-
-        Keys at their centre differ by importance alone, not by what rounding leaves of their distance.
-        """
+        """(B, Hkv, Nk): the terms that the scores of all cohorts share; of keys at their centre, importance alone."""
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
         return half_variance(inputs, parts) + PAIR * distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
-        each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
-        choosing = 4.0 * inputs.head_dim**2 + each
+        choosing = 4.0 * inputs.head_dim**2 + (2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0)
         return Work(float(self.count), choosing, shared=clustering_operations(inputs, self.clusters))

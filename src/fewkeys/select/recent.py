@@ -15,9 +15,9 @@ from fewkeys.select.base import Recent, Remembered, Selector
 class RecentBlocks(Selector):
     """Keys of the query's own block of `size` positions and of `blocks - 1` before it (not causal: and after it).
 
-    Blocks are of absolute positions, 0 .. size - 1 the first: a whole block of keys leaves the window at once, which
+    Blocks are of absolute positions, 0 .. size - 1 the first: a whole block leaves the window at once, which
     `rest=RunningMeans` and streams need. Under causality a query keeps `(blocks - 1/2) size` keys on average. `size` is
-    a power of two, so that lists of different block sizes can be united. Cost O(n size blocks).
+    a power of two, so that lists of different sizes can be united. Cost O(n size blocks).
     """
 
     size: int
@@ -29,20 +29,17 @@ class RecentBlocks(Selector):
         check_count("RecentBlocks size", self.size)
         check_count("RecentBlocks blocks", self.blocks)
         if self.size & (self.size - 1):
-            lower = 1 << (self.size.bit_length() - 1)
-            raise ValueError(
-                f"RecentBlocks size: expected a power of two, got {self.size}; take {lower} or {2 * lower}"
-            )
+            low = 1 << (self.size.bit_length() - 1)
+            raise ValueError(f"RecentBlocks size: expected a power of two, got {self.size}; take {low} or {2 * low}")
 
     def select(self, inputs: Inputs) -> Graph:
         x, device = inputs, inputs.key.device
         first, last = x.offset // self.size, (x.offset + x.queries - 1) // self.size
-        after = 0 if x.is_causal else self.blocks - 1
-        start = (torch.arange(first, last + 1, device=device) - (self.blocks - 1)) * self.size
-        index = start[:, None] + torch.arange((self.blocks + after) * self.size, device=device)
-        used = (index >= 0) & (index < x.keys)
-        index = index.clamp(0, x.keys - 1).expand(x.batch, x.kv_heads, -1, -1)
-        used = used.expand_as(index)
+        before, after = self.blocks - 1, 0 if x.is_causal else self.blocks - 1
+        start = (torch.arange(first, last + 1, device=device) - before) * self.size
+        index = start[:, None] + torch.arange((before + 1 + after) * self.size, device=device)
+        used = ((index >= 0) & (index < x.keys)).expand(x.batch, x.kv_heads, -1, -1)
+        index = index.clamp(0, x.keys - 1).expand_as(used)
         if x.valid is not None:
             used = used & x.valid[:, None].expand(-1, x.kv_heads, -1).gather(-1, index.flatten(2)).view_as(index)
         return Graph(x, columns=Columns(index, used, self.size))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.work import Work
 from fewkeys.select.base import CountedSelector, shared_top
 
@@ -33,8 +33,7 @@ class TopK(_Oracle):
         rows = []
         for _, scores in score_blocks(inputs):
             top = scores.topk(min(self.count, inputs.keys), -1)
-            index = top.indices.masked_fill(top.values == -torch.inf, -1)
-            rows.append(index.sort(-1).values)
+            rows.append(top.indices.masked_fill(top.values == -torch.inf, -1).sort(-1).values)
         return Graph(inputs, rows=torch.cat(rows, 2))
 
 
@@ -47,7 +46,7 @@ class BestColumns(_Oracle):
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
-        mass = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=working(x.key[:0]).dtype, device=x.key.device)
+        mass = x.key.new_zeros((x.batch, x.kv_heads, x.keys), dtype=working_dtype(x.key.dtype))
         for start, scores in score_blocks(x):
             weights = scores.softmax(-1).nan_to_num(0.0)
             if x.valid_queries is not None:

@@ -6,6 +6,7 @@ import torch
 
 from fewkeys.core.graph import Columns, Graph, band_block
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import CountedSelector, Remembered, Selector
@@ -13,10 +14,9 @@ from fewkeys.select.base import CountedSelector, Remembered, Selector
 
 @dataclass(frozen=True)
 class Window(Selector):
-    """The `size` keys around the position of the query.
+    """The `size` keys around the position of the query, fewer at the ends of the sequence. Cost O(n size).
 
     Query i keeps keys i - size // 2 .. i + (size - 1) // 2; under causality the `size` latest, i - size + 1 .. i.
-    Fewer at the ends of the sequence. Cost O(n size).
     """
 
     size: int
@@ -28,12 +28,11 @@ class Window(Selector):
         check_count("Window size", self.size)
 
     def select(self, inputs: Inputs) -> Graph:
-        band = (self.size - 1, 0) if inputs.is_causal else (self.size // 2, (self.size - 1) // 2)
-        return Graph(inputs, band=band)
+        return Graph(inputs, band=(self.size - 1, 0) if inputs.is_causal else (self.size // 2, (self.size - 1) // 2))
 
     def covers(self, inputs: Inputs) -> bool:
-        reach = inputs.queries + inputs.offset
-        return (self.size if inputs.is_causal else (self.size - 1) // 2) >= max(reach, inputs.keys)
+        reach = self.size if inputs.is_causal else (self.size - 1) // 2
+        return reach >= max(inputs.queries + inputs.offset, inputs.keys)
 
     def work(self, inputs: Inputs) -> Work:
         # A block of queries scores the keys that any of them keeps.
@@ -57,8 +56,7 @@ class Sinks(CountedSelector):
             index = torch.arange(count, device=inputs.key.device).expand(shape)
             used = torch.ones_like(index, dtype=torch.bool)
         else:
-            # A stable sort puts the real keys first, in their order, wherever the padding stands.
-            order = inputs.valid.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :count]
+            order = marked_places(inputs.valid, least=count)[:, :count]
             index = order[:, None].expand(shape)
             used = inputs.valid.gather(-1, order)[:, None].expand(shape)
         return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))

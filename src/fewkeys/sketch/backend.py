@@ -35,9 +35,7 @@ def compiled(impl: Impl, *tensors: Tensor) -> bool:
 
 
 def compiled_at_once(inputs: Inputs) -> bool:
-    """Whether compiled kernels compute statistics, in several steps at once: there are no other processes' sums to add
-    in between.
-    """
+    """Whether compiled kernels compute statistics, in several steps at once: without sums of other processes."""
     if inputs.shard is not None or inputs.impl not in COMPILED:
         return False
     return inputs.remember(native.readable, lambda: native.readable(inputs.query, inputs.key, inputs.value))

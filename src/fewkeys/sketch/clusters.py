@@ -1,6 +1,4 @@
-"""Clusters of keys that the head's queries cannot distinguish.
-
-Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient.
+"""Clusters of keys that the head's queries cannot distinguish, in working precision, without gradient.
 
 The scaled queries q, of mean m and covariance C, are taken as Gaussian. The *importance* of a centred key is
 `g_j = log E_q exp(q . k_j) = m . k_j + k_j^T C k_j / 2`. The features of key j are `[L^T k_j, v_j / rms(v)]` with
@@ -37,8 +35,8 @@ QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers per thread in one piece of the keys: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
-"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster (every s-th key), down to half as many if these are more
-than FEW_KEYS and a quarter of the sequence.
+"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster, down to half if that is more than FEW_KEYS and a
+quarter of the sequence.
 """
 
 
@@ -58,9 +56,9 @@ class QueryMoments:
 class Frame:
     """Means of keys and values, and the map from keys to features.
 
-    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L, lower
-    triangular; `unit` (B, Hkv, 1, 1): 1 / rms(v); `form` (B, Hkv, D + 1, D): the rows of L^T, and the mean query;
-    `shift` (B, Hkv, D + 1, 1): `form` times the mean key.
+    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): of real keys; `root` (B, Hkv, D, D): L, lower triangular;
+    `unit` (B, Hkv, 1, 1): 1 / rms(v); `form` (B, Hkv, D + 1, D): the rows of L^T, and the mean query; `shift`
+    (B, Hkv, D + 1, 1): `form` times the mean key.
     """
 
     mean: Tensor
@@ -83,9 +81,8 @@ class KeyStatistics:
 class KeyClusters:
     """A partition of the real keys of every head.
 
-    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of equally near ones; undefined for padding.
-    `distance` (B, Hkv, Nk): squared distance to the cluster's centre. `importance` (B, Hkv, C): weighted mean
-    importance of a cluster's keys.
+    `label` (B, Hkv, Nk), int64: the cluster, the first of equally near ones; undefined for padding. `distance`
+    (B, Hkv, Nk): squared, to its centre. `importance` (B, Hkv, C): weighted mean importance of a cluster's keys.
     """
 
     label: Tensor
@@ -95,7 +92,7 @@ class KeyClusters:
 
 @statistic
 def query_moments(inputs: Inputs) -> QueryMoments:
-    """The moments of the queries, of every s-th query once there are many."""
+    """The moments of the queries, of every s-th once there are many."""
     (sampled, count), scale = _query_sample(inputs), inputs.scale
     rows = working(sampled.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
     total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
@@ -103,7 +100,7 @@ def query_moments(inputs: Inputs) -> QueryMoments:
 
 
 def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
-    """Every s-th real query (B, Hq, M, D), filled up with zeros; how many a key head has, (B, 1, 1, 1) or an int."""
+    """Every s-th real query (B, Hq, M, D), filled up with zeros; and how many a key head has."""
     query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
     if real is None:
         stride = max(1, whole.queries // QUERY_SAMPLE)
@@ -155,8 +152,7 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
     """Importance and score spread of every key; `clusters` computes them, too. Cost O(n D^2)."""
     units, key = frame(inputs), working(inputs.key.detach())
     spread = key.new_empty(key.shape[:3])
-    parts = key, units.root, units.mean @ units.root, spread
-    rows, root, middle, length = (part.flatten(0, 1) for part in parts)
+    rows, root, middle, length = (p.flatten(0, 1) for p in (key, units.root, units.mean @ units.root, spread))
     for heads, piece in _pieces(rows, rows.shape[-1]):
         length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
     spread.square_()
@@ -204,9 +200,7 @@ def _sampled(count: int) -> tuple[int, int]:
 
 
 def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c, for centres
-    (B, H, C, D + Dv) and constants (B, H, C, 1).
-    """
+    """The largest `[k, v] . centre_c + constant_c` (B, H, N), centre (B, H, C, D + Dv), and the first such c."""
     sizes, rows, values = key.shape[:2], working(key).flatten(0, 1), working(value).flatten(0, 1)
     nearest = rows.new_empty(rows.shape[:2])
     label = torch.empty_like(nearest, dtype=torch.int64)
@@ -265,9 +259,7 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
 
 
 def _seeds(scores: Tensor, count: int) -> Tensor:
-    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of rank. The
-    order of the keys does not matter.
-    """
+    """The first centres (B, H, count): a quarter are the most important keys, the others at equal steps of rank."""
     order = scores.argsort(dim=-1, descending=True, stable=True)  # stable, as in the kernels
     head = count // 4
     last = (scores > -torch.inf).sum(-1, keepdim=True).clamp_min(1) - 1
@@ -280,5 +272,4 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
     """Operations per key, for `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
     used = min(1.0, _sampled(count)[1] / inputs.keys)
-    operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
-    return {f"{count} clusters": operations}
+    return {f"{count} clusters": (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)}

@@ -6,15 +6,15 @@ power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diag
     k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
-After the rotation the numbers of any key are nearly Gaussian, so four levels, -3, -1, 1 and 3 times sigma / 2, serve
-all keys: for a Gaussian, evenly spaced levels are best 0.996 sigma apart. A code depends on its key and the first block
-alone. A query is rotated, too, and rounded to integers from -10 to 10. Then
+After the rotation the numbers of any key are nearly Gaussian, and for a Gaussian evenly spaced levels are best 0.996
+sigma apart: -3, -1, 1 and 3 times sigma / 2 serve all keys. A query is rotated, too, and rounded to integers from -10
+to 10. Then
 
     score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 
-is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Codes use sums in a
-fixed order, exact products and correctly rounded operations: every implementation chooses the same keys, bit for bit.
-Keys more than 8 rho from m count as if they were at 8.
+is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Sums in a fixed
+order, exact products and correctly rounded operations: every implementation chooses the same keys, bit for bit. Keys
+more than 8 rho from m count as if they were at 8.
 
 Sources: RaBitQ (Gao and Long, SIGMOD 2024) and TurboQuant (Zandieh et al., 2025) for a random rotation before scalar
 codes; fast scans (Andre et al., 2017) for tables of pairs in registers.
@@ -47,12 +47,11 @@ NONE = -(2**15)
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32.
+    """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32; W / 4 + 2 bytes for every key.
 
     `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair p of numbers 32 nibbles. Bytes 0, 2, .. hold keys 0
     to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
-    holds `code_2p + 2` and, two bits higher, `code_(2p+1) + 2`. `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond
-    the last key. Bytes: W / 4 + 2 for every key.
+    holds `code_2p + 2` and, two bits higher, `code_(2p+1) + 2`. `sigma` (B, Hkv, 32 G), int16: `sigma_int`.
     """
 
     packed: Tensor
@@ -74,10 +73,9 @@ def width(dim: int) -> int:
 @lru_cache
 def signs(dim: int, device: torch.device) -> Tensor:
     """The diagonal of S (W,), float32: 1 and -1, the same in every process; zeros beyond `dim`."""
-    generator = torch.Generator("cpu").manual_seed(dim)
+    drawn = torch.randint(2, (dim,), generator=torch.Generator("cpu").manual_seed(dim), device="cpu")
     # Kernels read float32, whatever the default dtype is at the first call.
-    drawn = torch.randint(2, (dim,), generator=generator, device="cpu").float() * 2 - 1
-    return pad(drawn, (0, width(dim) - dim)).to(device)
+    return pad(drawn.float() * 2 - 1, (0, width(dim) - dim)).to(device)
 
 
 def rotated(rows: Tensor) -> Tensor:
@@ -141,17 +139,14 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
     """
     batch, heads, queries, _ = query.shape
-    level = codes.levels()
-    count = min(count, int(seen[-1]))
+    level, count, start = codes.levels(), min(count, int(seen[-1])), 0
     index = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
-    start = 0
     while start < queries:
         most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
         stop = min(queries, start + max(1, min(BLOCK, at_once(query) // (batch * heads * most))))
         most = int(seen[stop - 1])
         score = scores(query[:, :, start:stop], level[:, :, :most], codes.sigma[:, :, :most])
-        place = torch.arange(most, device=query.device)
-        hidden = (place >= seen[start:stop, None])[None, None]
+        hidden = (torch.arange(most, device=query.device) >= seen[start:stop, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
         index[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
@@ -174,8 +169,7 @@ def largest(score: Tensor, count: int) -> Tensor:
         return score.new_full((*score.shape[:-1], count), -1)
     least = score.topk(min(count, keys), -1, sorted=False).values.amin(-1, keepdim=True)
     above, equal = score > least, (score == least) & (least > NONE)
-    room = count - above.sum(-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(-1) <= room))
+    kept = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
     number = (kept.cumsum(-1) - 1).masked_fill(~kept, count)
     place = torch.arange(keys, device=score.device).expand_as(number)
     index = place.new_full((*score.shape[:-1], count + 1), -1)

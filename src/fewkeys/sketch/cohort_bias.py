@@ -1,8 +1,8 @@
 """What a bias of distances adds to the importance of keys for a cohort.
 
 If scores and distances were independent inside a cohort, a key's importance `log E exp(q . k_j + b)` would be the sum
-of `log E exp(q . k_j)` and `log E exp(b)`. A query whose band holds the key does not need it in a list, so the second
-mean is over the other queries. It is computed by blocks of `BLOCK` queries and keys: it only orders keys.
+of `log E exp(q . k_j)` and `log E exp(b)`. The second mean is over queries whose band does not hold the key: others do
+not need it in a list. It only orders keys, so blocks of `BLOCK` queries and keys suffice.
 """
 
 import torch
@@ -19,8 +19,7 @@ BLOCK = 8
 
 
 def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: tuple[int, int] | None) -> Tensor:
-    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head, over the cohort's queries whose band does not
-    hold the key; least where all do.
+    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head, over the queries whose band lacks the key.
 
     Sums over a cohort are correlations of its blocks with the table, cut at their rounding. Cost O(n H).
     """
@@ -36,15 +35,15 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(1)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)
     mean: Tensor = mass / count.clamp_min(1 / BLOCK**2)
-    least = torch.finfo(mean.dtype).eps * mean.amax(-1, keepdim=True)
-    mean = mean.maximum(least.clamp_min(torch.finfo(mean.dtype).tiny)).log()
+    info = torch.finfo(mean.dtype)
+    mean = mean.maximum((info.eps * mean.amax(-1, keepdim=True)).clamp_min(info.tiny)).log()
     at = (torch.arange(x.keys, device=place.device) + lead[:, None]) // BLOCK
     return mean.gather(-1, at[:, None, None].expand(*mean.shape[:3], -1))
 
 
 def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, queries: int, keys: int) -> Tensor:
-    """(Hkv, 2, R, queries + keys - 1): for every distance of a block of queries and one of keys, means over their pairs
-    outside the band: of exp(bias), relative to the largest, and of ones.
+    """(Hkv, 2, R, queries + keys - 1), for every distance of two blocks: means of exp(bias), relative to the largest,
+    and of ones, over the pairs outside the band.
     """
     distance = torch.arange(1 - queries * BLOCK, keys * BLOCK, device=bias.table.device) - x.offset
     head = torch.arange(x.query_heads, device=distance.device)
@@ -53,5 +52,4 @@ def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, querie
     if band is not None:
         weights = weights.masked_fill((distance >= -band[0]) & (distance <= band[1]), 0.0)
     means = avg_pool1d(avg_pool1d(weights.flatten(0, 2), BLOCK, 1), BLOCK, BLOCK)
-    by_block: Tensor = means.unflatten(0, weights.shape[:3])
-    return by_block
+    return torch.unflatten(means, 0, weights.shape[:3])

@@ -1,13 +1,12 @@
 """Cohorts: sets of similar queries of a key head, of equal size, each with its own statistics.
 
-`halves.split` halves the queries recursively along the directions in which they differ most. The queries of cohort h
-are taken as Gaussian with the cohort's mean m_h and one covariance W around the means, pooled over cohorts. So the
-importance of a centred key (`fewkeys.sketch.clusters`) costs one product for every cohort:
+`halves.split` halves the queries recursively. The queries of cohort h are taken as Gaussian with the cohort's mean m_h
+and one covariance W around the means, pooled over cohorts. So the importance of a centred key
+(`fewkeys.sketch.clusters`) costs one product for every cohort:
 
     g_hj = log E exp(q . k_j) = m_h . k_j + k_j^T W k_j / 2.
 
-Everything is per sequence and key head, in float32 (float64 for float64 input), without gradient. Padding queries are
-in no cohort.
+All in working precision, without gradient. Padding queries are in no cohort.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ class Cohorts:
     """H cohorts of at most M queries of a key head.
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
-    `mean` (B, Hkv, H, D): m, of scaled queries; `within` (B, Hkv, D, D): W; `filled` (B, Hkv), int64: how many cohorts
+    `mean` m (B, Hkv, H, D), of scaled queries; `within` W (B, Hkv, D, D); `filled` (B, Hkv), int64: how many cohorts
     have queries. Empty cohorts come last.
     """
 
@@ -79,17 +78,17 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
         parts.append(part)
     sets, most = (max(part.place.shape[dim] for part in parts) for dim in (2, 3))
     order = torch.cat(sequences).argsort()
-    place = torch.cat([pad(p.place, (0, most - p.place.shape[3], 0, sets - p.count), value=-1) for p in parts])
-    mean = torch.cat([pad(p.mean, (0, 0, 0, sets - p.count)) for p in parts])
-    within, filled = torch.cat([p.within for p in parts]), torch.cat([p.filled for p in parts])
-    return Cohorts(place[order], mean[order], within[order], filled[order])
+    places = [pad(p.place, (0, most - p.place.shape[3], 0, sets - p.count), value=-1) for p in parts]
+    means = [pad(p.mean, (0, 0, 0, sets - p.count)) for p in parts]
+    fields = places, means, [p.within for p in parts], [p.filled for p in parts]
+    return Cohorts(*(torch.cat(rows)[order] for rows in fields))
 
 
 @statistic
 def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
-    key, middle, root = inputs.key.detach(), frame(inputs).mean, triangular_root(cohorts.within, RIDGE)
-    return 0.5 * (working(key) @ root - middle @ root).square_().sum(-1)
+    root = triangular_root(cohorts.within, RIDGE)
+    return 0.5 * (working(inputs.key.detach()) @ root - frame(inputs).mean @ root).square_().sum(-1)
 
 
 def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> Cohorts:
@@ -137,7 +136,7 @@ def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
 
 
 def _filled(count: int, total: int) -> int:
-    """How many of `count` cohorts have queries: `total` queries fill the cohorts one after the other."""
+    """How many of `count` cohorts have queries: `total` queries fill one after the other."""
     return -(-total // -(-total // count)) if total else 0
 
 

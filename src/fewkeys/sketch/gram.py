@@ -7,6 +7,8 @@ by powers of two, which do not round: columns of very different size cost no acc
 import torch
 from torch import Tensor
 
+from fewkeys.core.precision import working_dtype
+
 BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 SUBSPACE_STEPS = 3
@@ -24,23 +26,6 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
-def whitener(matrix: Tensor, tolerance: float) -> Tensor:
-    """A square W (..., D, D) with `W W^T = matrix^+`, for symmetric positive semidefinite matrices.
-
-    `cholesky_whitener` where it exists; otherwise the eigenvalues decide the rank in float64: those up to
-    `max(tolerance, D * eps(input dtype)) * largest eigenvalue` count as zero, and their columns of W are zero.
-    """
-    root = cholesky_whitener(matrix)
-    if root is not None:
-        return root
-    values, vectors = torch.linalg.eigh(matrix.double())
-    info = torch.finfo(matrix.dtype)
-    floor = max(tolerance, matrix.shape[-1] * info.eps)
-    keep = values > floor * values.amax(-1, keepdim=True).clamp_min(info.tiny)
-    inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-    return torch.mul(vectors, inverse.unsqueeze(-2)).to(matrix.dtype)
-
-
 def cholesky_whitener(matrix: Tensor) -> Tensor | None:
     """An upper triangular W with `W W^T = matrix^-1`; None unless every matrix of the batch is well conditioned."""
     size = matrix.shape[-1]
@@ -49,7 +34,12 @@ def cholesky_whitener(matrix: Tensor) -> Tensor | None:
     floor = 100 * size * torch.finfo(matrix.dtype).eps
     if not bool(((info == 0) & (pivots.amin(-1) > floor * pivots.amax(-1))).all()):
         return None
-    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    return inverse_of(factor)
+
+
+def inverse_of(factor: Tensor) -> Tensor:
+    """W with `W W^T = (L L^T)^-1`, upper triangular, of lower triangular factors L (..., D, D)."""
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     root: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
     return root
 
@@ -58,7 +48,6 @@ def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
     """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately. Never fails.
 
     If rounding has made a semidefinite matrix indefinite, its eigenvalues below the ridge are raised to it, in float64.
-    No matrix depends on the others.
     """
     least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -92,21 +81,28 @@ def gram64(rows: Tensor) -> Tensor:
 
 
 def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float64 W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the Gram matrix of rows of `dtype`.
+    """W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the float64 Gram matrix of rows of `dtype`.
 
-    Directions in which the rows are below their own rounding count as absent: after scaling the columns, a few units in
-    the last place of `dtype` of the strongest direction.
+    Directions in which the rows are below their own rounding count as absent, and their columns of W are zero: after
+    scaling the columns, a few units in the last place of `dtype` of the strongest direction.
     """
     scale = power_of_two(matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()).unsqueeze(-1)
-    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    return whitener(matrix / (scale * scale.mT), (4 * eps) ** 2) / scale
+    matrix = matrix / (scale * scale.mT)
+    if (root := cholesky_whitener(matrix)) is not None:
+        return root / scale
+    values, vectors = torch.linalg.eigh(matrix)
+    info = torch.finfo(matrix.dtype)
+    floor = max((4 * torch.finfo(working_dtype(dtype)).eps) ** 2, matrix.shape[-1] * info.eps)
+    keep = values > floor * values.amax(-1, keepdim=True).clamp_min(info.tiny)
+    inverse = torch.where(keep, values.clamp_min(info.tiny).rsqrt(), 0.0)
+    return torch.mul(vectors, inverse.unsqueeze(-2)) / scale
 
 
 def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
 
-    Block power iteration from a cosine basis, far cheaper than an eigendecomposition. Columns whose size is at most
-    `LEAST_DIRECTION` of the first are zero: rounding would determine them and their gradients.
+    Block power iteration from a cosine basis. Columns whose size is at most `LEAST_DIRECTION` of the first are zero:
+    rounding would determine them and their gradients.
     """
     dtype, matrix = matrix.dtype, matrix.double()  # as `product`
     size = matrix.shape[-1]

@@ -14,8 +14,8 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
 
     A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and split in the middle. u starts
-    as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Large
-    sets use every s-th row for u. Rows of a set stay in their order; unused places come last in the last sets.
+    as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Rows
+    of a set stay in their order; unused places come last in the last sets.
     """
     (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
     place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
@@ -35,9 +35,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
 
 
 def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both from every
-    `step`-th row of a set.
-    """
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them, from every `step`-th row."""
     sampled = place[..., ::step]
     real = (sampled >= 0).unsqueeze(-1)
     sets = take(rows.unsqueeze(0), sampled.clamp_min(0).unsqueeze(0)).squeeze(0)
@@ -47,9 +45,7 @@ def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 
 def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
-    """The vector (R, 1, F) whose products with rows order the sets, from samples (R, s, F), those `real` (R, s);
-    `metric` (R, F, F).
-    """
+    """The vector (R, 1, F) whose products with rows order the sets, from samples (R, s, F), those `real` (R, s)."""
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
     longest = sample.square().sum(-1).argmax(1)

@@ -1,8 +1,7 @@
 """The sets of `fewkeys.sketch.halves` for rows that are distributed over processes.
 
-Rows are not moved. All processes get the same sample of every set, so the same direction, and find the median score by
-radix selection. The traffic for each of `count` sets is about twice `SPLIT_SAMPLE` rows, and 256 numbers for every byte
-of a score.
+All processes get the same sample of every set, so the same direction, and find the median score by radix selection. The
+traffic for each of `count` sets is about twice `SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
 
 Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the order of all rows, the first runs of all
 processes come before the second ones. A label (R, G, m) is the set of every row of this process.
@@ -65,14 +64,12 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows (R, G, m) have one of the `rank` smallest scores of their set, which has `real` (R, sets) rows; the
-    first of equal ones.
-    """
+    """Which rows (R, G, m) have one of the `rank` smallest scores, the first of equal ones, of the `real` (R, sets)."""
     number, sets = ordered(score), real.shape[1]
     left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
-    for shift in range(BYTE * score.element_size() - BYTE, -1, -BYTE):
-        digit = number >> shift
-        first = shift == BYTE * (score.element_size() - 1)
+    top = BYTE * (score.element_size() - 1)
+    for shift in range(top, -1, -BYTE):
+        digit, first = number >> shift, shift == top
         if first:  # the signed one
             digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
         else:

@@ -1,9 +1,8 @@
 """Leverage scores: how much of a key's direction no other key has.
 
-`score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`, in [0, 1], summing to rank(K). With weights
-`|s|^2` no query can give key j more attention than its score, so the keys with `score >= eps` hold every entry >= eps,
-for any query (LevAttention, arXiv 2410.05462, section 2). The same holds for weights `|s|^p` and the l_p sensitivities,
-which lewis.py bounds from above.
+`score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`. With weights `|s|^2` no query can give key j more
+attention than its score, so the keys with `score >= eps` hold every entry >= eps, for any query. The same holds for
+weights `|s|^p` and the l_p sensitivities, which lewis.py bounds from above.
 """
 
 import torch
@@ -18,6 +17,13 @@ ROUNDING = 1e-9
 """float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at exactly eps."""
 
 
+def checked(name: str, keys: object) -> Tensor:
+    """Finite keys (B, H, N, D) in working precision, without gradient."""
+    rows = working(check_tensor(name, keys)).detach()
+    check_finite(**{name: rows})
+    return rows
+
+
 @full_precision()
 def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
     """Upper bounds on the l_p sensitivity `sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p` of every key, p = `power`.
@@ -25,7 +31,7 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
     power = 2: the sensitivity itself, the leverage score; the sum per head is r = rank(K). Other powers: Lewis
     weights, sum at most `(1 + 1e-6 max(1, p/2)) r^max(1, p/2)`. Even powers, while the symmetric tensor powers have
     at most 2500 columns: also their leverage scores, sum at most `C(r + p/2 - 1, p/2)`; the smaller bound counts.
-    The proofs are in fewkeys/sketch/lewis.py.
+    Proofs: fewkeys/sketch/lewis.py.
 
     Args:
         key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.
@@ -40,9 +46,8 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
 
     Source: LevAttention (arXiv 2410.05462), section 2; Cohen and Peng (arXiv 1412.0588) for Lewis weights.
     """
-    rows = working(check_tensor("key", key)).detach()
+    rows = checked("key", key)
     power = check_real("power", power, above=0.0)
-    check_finite(key=rows)
     root = None if power != 2 or rows.dtype == torch.float64 else cholesky_whitener(gram(rows))
     if root is None:
         # float32 would treat directions below 1/400 of the strongest as absent.

@@ -2,7 +2,7 @@
 
 **Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py). The
 leverage score of phi(k_j) is a supremum over more vectors than the phi(y), so it is at least sigma_j. The bounds sum to
-the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
+the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K). For p = 2 they are the sensitivities.
 
 **Any p, Lewis weights.** Take positive weights w, `M = sum_l w_l^(1-2/p) k_l k_l^T`, `tau_j = k_j^T M^+ k_j` and
 `|y|_M^2 = y^T M y`. For every w, `<k_j, y>^2 <= tau_j |y|_M^2` (*) by Cauchy-Schwarz, and therefore:
@@ -13,11 +13,9 @@ the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
 - p >= 2: `|y|_M^2 <= (sum_l w_l)^(1-2/p) (sum_l |<k_l, y>|^p)^(2/p)` by Hoelder, and
   `sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)`.
 
-The bounds hold at any iterate; convergence makes them small. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`,
-which sums to r, C is 1 and they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged* means:
-the bounds sum to at most `1 + TOLERANCE max(1, p/2)` times that total.
-
-The iterations:
+The bounds hold at any iterate. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`, which sums to r, C is 1 and
+they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged*: the bounds sum to at most
+`1 + TOLERANCE max(1, p/2)` times that total. The iterations:
 
 - p < 2: `w <- tau(w)^(p/2)`. If two weights differ by factors within e^(+-t), their tau differ by factors within
   e^(+-(2/p-1)t), so the map contracts the logarithms by `1 - p/2` (Cohen, Peng, arXiv 1412.0588).
@@ -27,9 +25,8 @@ The iterations:
   never decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for
   every p > 2 (the first one need not for p >= 4), near the fixed point at a rate of at most `1 - 2/p`.
 
-Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). Sums and
-maxima over keys go through a `Totals`: with distributed keys, all processes take the same steps, and each computes the
-bounds of its keys.
+Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). With
+distributed keys, all processes take the same steps, by `Totals`, and each computes the bounds of its keys.
 """
 
 from dataclasses import dataclass
@@ -38,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.totals import WHOLE, Totals, row_maximum
-from fewkeys.sketch.gram import gram64, root64
+from fewkeys.sketch.gram import gram64, inverse_of, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 TOLERANCE = 1e-6
@@ -51,7 +48,7 @@ FEATURES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Lewis:
-    """Weights (B, H, N) near the fixed point and the sensitivity bounds (B, H, N) proved from them, both float64.
+    """Weights (B, H, N) near the fixed point and the bounds (B, H, N) proved from them, both float64.
 
     `excess` (B, H): the sum of the bounds, before they are cut at 1, over the theorem's total, less 1; infinite where
     float64 could not invert M and the bounds are 1. `steps`: the iterations made.
@@ -66,17 +63,16 @@ class Lewis:
 def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Tensor:
     """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D), zero for zero rows.
 
-    power = 2: the leverage scores, which are the sensitivities. Other powers: Lewis weights; for even powers whose
-    features have at most `MAX_WIDTH` columns and fewer than n, the smaller of these and of the bound by tensor powers.
+    For even powers whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both bounds above.
     With `totals` over several processes, `rows` are this one's, possibly none.
     """
     degree = even_degree(power)
     if degree == 1:
         return _leverage(*_whitened(rows, totals), totals)[0].clamp_max(1.0)
     bounds = lewis_weights(rows, power, totals).bounds
-    if degree and width(rows.shape[-1], degree) <= MAX_WIDTH:
+    if degree and (columns := width(rows.shape[-1], degree)) <= MAX_WIDTH:
         keys = int(totals.sum(torch.tensor(rows.shape[-2], device=rows.device)))
-        if width(rows.shape[-1], degree) < keys:
+        if columns < keys:
             bounds = torch.minimum(bounds, tensor_bounds(rows, degree, totals))
     return bounds
 
@@ -84,9 +80,9 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
 def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """Leverage scores (B, H, N) of the tensor powers of rows (B, H, N, D): bounds for power 2 * degree.
 
-    The rows are whitened first, which changes no sensitivity: else the features' Gram matrix would have the
-    2 * degree-th power of the rows' condition number. A head whose features are still linearly dependent in float64
-    gets the bound 1: leaving out directions would understate scores. Cost O(n m^2) for m features.
+    The rows are whitened first: else the features' Gram matrix would have the 2 * degree-th power of the rows'
+    condition number. A head whose features are still linearly dependent in float64 gets the bound 1: leaving out
+    directions would understate scores. Cost O(n m^2) for m features.
     """
     basis, _ = _whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
@@ -136,22 +132,16 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
 
 
 def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
-    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection, r the largest rank of a head; and which of the
-    r columns are zero, bool (B, H, r).
-    """
+    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection, and which columns are zero, bool (B, H, r)."""
     root = root64(totals.sum(gram64(rows)), rows.dtype)
     kept = (root != 0).flatten(0, -2).any(0)
-    if not bool(kept.any()):
-        kept[0] = True
+    kept[0] |= ~kept.any()
     root = root[..., kept]
     return rows.double() @ root, (root == 0).all(-2)
 
 
 def _leverage(basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and the relative rounding (B, H).
-
-    The columns `empty` (B, H, D) are left out. `weight` (B, H, N); None: ones.
-    """
+    """`k^T M^-1 k` (B, H, N), rounded up, for `M = sum_l weight_l k_l k_l^T` without `empty` columns; and its error."""
     matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
     root, doubt = _inverse_root(matrix, empty.double())
     return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
@@ -160,9 +150,8 @@ def _leverage(basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | Non
 def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
     """W with `W W^T = matrix^-1`, up to the relative error `doubt` (B, H) in any `k^T W W^T k`; infinite: no inverse.
 
-    The zero columns `empty` (B, H, D) get a one on the diagonal. The error of a Cholesky factorisation after scaling to
-    a unit diagonal is at most a small multiple of `D u` in the matrix. The inverse magnifies it; in that scaling, its
-    norm is at most `|W|_F^2`.
+    The zero columns `empty` (B, H, D) get a one on the diagonal. After scaling to a unit diagonal, Cholesky's error is
+    at most a small multiple of `D u` in the matrix, and the inverse that magnifies it has a norm of at most `|W|_F^2`.
     """
     scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
     matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)
@@ -171,6 +160,6 @@ def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(torch.where(finite[..., None, None], matrix, eye))
     sound = finite & (info == 0)
     factor = torch.where(sound[..., None, None], factor, eye)
-    root = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    root = inverse_of(factor)
     error = 4 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * root.square().sum((-2, -1))
     return root * scale.unsqueeze(-1), torch.where(sound, error, torch.inf)

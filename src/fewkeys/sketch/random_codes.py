@@ -1,8 +1,8 @@
 """Scores of all keys from two bits a number, with errors whose size is known whatever the keys are.
 
 The rotation of `fewkeys.sketch.codes` is fixed, so there are keys whose code hides them. Here keys are rotated first by
-Q, uniform among the orthogonal matrices and drawn for this call: k' = H S Q (k - m). The multiple of the code's levels
-whose error is at right angles to k' stands for the key (RaBitQ: Gao and Long, 2024),
+a uniform orthogonal matrix Q, drawn for this call: k' = H S Q (k - m). The multiple of the code's levels whose error is
+at right angles to k' stands for the key (RaBitQ: Gao and Long, 2024),
 
     coded = levels |k'|^2 / (k' . levels)      rest = k' - coded
 
@@ -27,9 +27,7 @@ from fewkeys.sketch.codes import Frame, encode, rotated, width
 
 @dataclass(frozen=True, eq=False)
 class RandomCodes:
-    """`turn` (D, D): Q; `middle` (B, Hkv, 1, D): m, rotated; `coded` (B, Hkv, N, W): coded / W; `rest` (B, Hkv, N):
-    d / |q|.
-    """
+    """`turn`: Q (D, D); `middle`: Q m (B, Hkv, 1, D); `coded` / W (B, Hkv, N, W); `rest`: d / |q| (B, Hkv, N)."""
 
     turn: Tensor
     middle: Tensor
@@ -50,8 +48,7 @@ class RandomCodes:
         whole = rotated(key - frame.middle)
         # The factor of a key that is the middle is zero.
         along = (whole * levels).sum(-1, keepdim=True).clamp_min(torch.finfo(key.dtype).tiny)
-        coded = levels * (whole.square().sum(-1, keepdim=True) / along)
-        wide = width(dim)
+        coded, wide = levels * (whole.square().sum(-1, keepdim=True) / along), width(dim)
         rest = (whole - coded).norm(dim=-1) / (wide * max(1, dim - 1)) ** 0.5
         return RandomCodes(turn, frame.middle, coded / wide, rest)
 

@@ -13,9 +13,7 @@ PART = 4
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M); and which of these
-    are `real` (B, M), None: all.
-    """
+    """Every `stride`-th row of every sequence from `start` on, or those at `index` (B, M); `real` (B, M), None: all."""
 
     stride: int = 1
     start: int = 0
@@ -36,9 +34,7 @@ class Subset:
 
 
 def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of each row of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain; and
-    `real` of the subset.
-    """
+    """Every s-th true entry of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain; and its `real`."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())

@@ -19,7 +19,7 @@ def label_sums(
 ) -> tuple[Tensor, Tensor]:
     """`sum_{j: label_j = c} share_j x_j` of keys (B, H, N, D) and values (B, H, N, Dv): (B, H, count, D or Dv).
 
-    In working precision. `label` (B, H, N), int64, and `share` (B, H, N) carry no gradient; keys and values do.
+    `label` (B, H, N), int64, and `share` (B, H, N) carry no gradient; keys and values do.
     """
     if compiled(impl, key, value, share):
         sums = native.label_sums(key, value, label, share, count)
@@ -47,9 +47,8 @@ def members(label: Tensor, share: Tensor, count: int) -> Tensor:
 def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
 
-    In the order of their labels (B, H, N), rows form chunks of one label, each of which is a product of matrices:
-    adding all rows to few places is slow. Cost O(T M X) with T = N + count `CHUNK`, memory O(T (M + X)) for M up to
-    `CHUNK`.
+    In the order of their labels (B, H, N), rows form chunks of one label, each of which is a product of matrices. Cost
+    O(T M X) with T = N + count `CHUNK`, memory O(T (M + X)) for M up to `CHUNK`.
     """
     place, of_chunk = _chunks(label, count)
     chunks = torch.unflatten(take(pad(rows, (0, 0, 0, 1)), place), 2, (-1, CHUNK))
@@ -63,12 +62,11 @@ def _chunks(label: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The rows of every chunk, one chunk after the other, N where it has no more; and the label of every chunk."""
     rows, device = label.shape[2], label.device
     total = rows // CHUNK + count  # at least the chunks that are needed
-    order = label.argsort(dim=-1, stable=True)
-    ordered = label.gather(-1, order)
+    ordered, order = label.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, torch.arange(count + 1, device=device).repeat(*label.shape[:2], 1))
     end = (-(-first.diff(dim=-1) // CHUNK)).cumsum(-1)
-    begin = pad(end, (1, 0))
-    slot = CHUNK * begin.gather(-1, ordered) + torch.arange(rows, device=device) - first.gather(-1, ordered)
+    begin = pad(end, (1, 0)).gather(-1, ordered)
+    slot = CHUNK * begin + torch.arange(rows, device=device) - first.gather(-1, ordered)
     place = torch.full((*label.shape[:2], CHUNK * total), rows, device=device).scatter_(-1, slot, order)
     chunk = torch.arange(total, device=device).repeat(*label.shape[:2], 1)
     return place, torch.searchsorted(end, chunk, right=True).clamp_max(count - 1)

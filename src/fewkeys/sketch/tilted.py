@@ -1,11 +1,8 @@
 """For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
 
-With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the keys of
-a cluster have the weights
-
-    e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2.
-
-Cohorts are narrow, so t is nearer to one than for an average that serves all queries (`fewkeys.sketch.clusters`).
+With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
+are `e_hj = exp(t (g_hj - g_hc))`, t = 0.8, exponents clamped to +-2. Cohorts are narrow, so t is nearer to one than for
+an average that serves all queries (`fewkeys.sketch.clusters`).
 """
 
 from dataclasses import dataclass
@@ -34,9 +31,9 @@ LARGEST_TILT = 2.0
 class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
-    Without gradient, (B, Hkv, H, C): `mass`; `energy`, of `k_j^T W k_j`; `size`, the number of these keys;
-    `level`, g_hc. With gradient: `key` (B, Hkv, H, C, D), of centred keys; `value` (B, Hkv, H, C, Dv); `together`
-    (B, Hkv, D, Dv), of products of centred keys and values over all clusters and cohorts, or None.
+    Without gradient, (B, Hkv, H, C): `mass`; `energy`, of `k_j^T W k_j`; `size`, how many keys; `level`, g_hc. With
+    gradient: `key` (B, Hkv, H, C, D), centred; `value` (B, Hkv, H, C, Dv); `together` (B, Hkv, D, Dv), of products of
+    centred keys and values over all clusters and cohorts, or None.
     """
 
     mass: Tensor
@@ -51,10 +48,7 @@ class Tilted:
 def tilted_sums(
     inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
-    """The sums without the keys `index` (B, Hkv, H, S) that cohort h keeps where `used`; products only if `together`.
-
-    Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
-    """
+    """The sums without the keys `index` (B, Hkv, H, S), those `used`, of each cohort. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
@@ -71,10 +65,10 @@ def tilted_sums(
 
 @dataclass(frozen=True, eq=False)
 class TiltArgs:
-    """Arguments of the sums over `count` clusters, with products or without.
+    """Arguments of the sums over `count` clusters.
 
-    `facts`: "real" (B, Nk) or None, which keys are; "label" (B, Hkv, Nk), the cluster of each key; "half_variance"
-    (B, Hkv, Nk); "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
+    `facts`: "real" (B, Nk) or None; "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk);
+    "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
     """
 
     facts: dict[str, Any]
