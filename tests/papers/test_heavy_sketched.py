@@ -328,7 +328,7 @@ def test_bad_input_is_named():
         r"sketch: expected an even power with at most 2500 monomials in 4 variables, got power=60": (
             lambda: heavy_entries(k, k, 0.1, 60.0, sketch=Sketched(0.5))
         ),
-        r"generator: expected a torch.Generator, got int": lambda: heavy_entries(k, k, 0.1, generator=3),
+        r"generator: expected a torch.Generator or None, got int": lambda: heavy_entries(k, k, 0.1, generator=3),
     }
     for message, call in refusals.items():
         with pytest.raises((ValueError, TypeError), match=f"^{message}"):

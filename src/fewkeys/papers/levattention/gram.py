@@ -4,8 +4,7 @@
 
 **Normalisers.** With `g_a = sqrt(G_aa)`, `sum_l |phi_a(k_l) phi_b(k_l)| <= g_a g_b`. So rounding changes Z_i by at most
 `gamma ratio_i Z_i`, where `gamma / u` counts the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query
-is *trusted* if this is at most `TRUST`, hence `ratio_i <= TRUST / gamma`. The others, in directions with hardly any
-keys, are answered from their scores.
+is *trusted* if `gamma ratio_i <= TRUST`. The others, with hardly any keys near, are answered from their scores.
 
 **Candidates, p = 2.** Only trusted queries need them. Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a
 trusted query `q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
@@ -13,10 +12,10 @@ trusted query `q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SL
     A_ij = <q, k_j>^2 / Z <= (1 + SLACK) k_j^T (G + ridge D^2)^-1 k_j.
 
 In units of g the matrix has trace `D (1 + ridge)` and eigenvalues of at least the ridge: Cholesky's factor exists in
-float64 for every G, of any rank. The bound `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`, is evaluated in float32 where
-that is safe. The rounding of `W^T k` is at most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most
-`sqrt(D (1 + ridge))` times `|W^T k|`; where the product exceeds `SLACK / 2` float64 is used. Together these errors
-stay below 10 %, and keys are candidates from `MARGIN eps` on.
+float64 for every G. The bound `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`, is evaluated in float32 where that is safe.
+The rounding of `W^T k` is at most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most `sqrt(D (1 + ridge))` times
+`|W^T k|`; where the product exceeds `SLACK / 2` float64 is used. Together these errors stay below 10 %, and keys are
+candidates from `MARGIN eps` on.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.sketch.gram import gram
+from fewkeys.sketch.gram import gram, inverse_of
 from fewkeys.sketch.lewis import lewis_weights
 from fewkeys.sketch.tensor_power import tensor_features, width
 
@@ -65,21 +64,19 @@ def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
     """G itself. Cost O(n m^2), memory O(m^2) and a block."""
     columns = width(keys.dim, degree)
     block = feature_block(columns)
-    total = torch.zeros(columns, columns, dtype=torch.float64, device=keys.key.device)
+    total = keys.key.new_zeros((columns, columns), dtype=torch.float64)
     for part in keys.blocks(block):
         total += gram(tensor_features(part, degree))
     return Normaliser(total, total.diagonal().sqrt(), _gamma(len(keys), block, columns), degree)
 
 
 def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
-    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys, by F or by `F^T F`."""
+    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys."""
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
     if degree > 1 and sketch.shape[0] < columns:
         return Normaliser(sketch, size, gamma, degree, exact=False, factored=True)
-    matrix = torch.zeros(columns, columns, dtype=torch.float64, device=sketch.device)
-    for part in sketch.split(BLOCK):
-        matrix += gram(part)
+    matrix = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
     return Normaliser(matrix, size, gamma, degree, exact=False)
 
 
@@ -94,31 +91,31 @@ def _gamma(total: int, block: int, columns: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Coordinates in which `G + ridge D^2` is the identity: `key = k W`, `query = q W^-T`, `key . query = <k, q>`."""
+    """Coordinates in which `G + ridge D^2` is the identity: `key = k W`, `query = q W^-T`, `key . query = <k, q>`.
+
+    `rounding`: relative, of `|k W|` in float32.
+    """
 
     key: Tensor
     query: Tensor
     rounding: float
-    """Relative rounding of `|k W|` in float32."""
 
 
 def basis(form: Normaliser) -> Basis:
     """W for a normaliser of degree 1."""
     size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
     ridge = SLACK * form.gamma / TRUST
-    eye = torch.eye(size.shape[0], dtype=size.dtype, device=size.device)
     factor = torch.linalg.cholesky(form.matrix / size / size.mT + torch.diag(ridge + (form.size == 0).double()))
-    root: Tensor = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
-    steps = (size.shape[0] + 4) * torch.finfo(torch.float32).eps / 2
-    rounding = steps * float(root.norm()) * (size.shape[0] * (1 + ridge)) ** 0.5
-    return Basis(root / size, size * factor, rounding)
+    root, dim = inverse_of(factor), len(size)
+    steps = (dim + 4) * torch.finfo(torch.float32).eps / 2
+    return Basis(root / size, size * factor, steps * float(root.norm()) * (dim * (1 + ridge)) ** 0.5)
 
 
 def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
     """The indices of keys that have every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
 
-    For p > 2 the bounds are Lewis weights, cheap next to G. They miss only the part of a score from directions below
-    1e-7 of the strongest, which is negligible for trusted queries.
+    For p > 2 the bounds are Lewis weights. They miss only the part of a score from directions below 1e-7 of the
+    strongest, which is negligible for trusted queries.
     """
     if power == 2:
         change = basis(form)

@@ -1,10 +1,10 @@
 """The universal set of a stream of keys, in constant memory.
 
 The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
-candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive: the
-denominator of `sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose online score falls below eps is dropped.
-The candidates with scores of at least eps are exactly the universal set of the keys seen, at most `rank / eps` keys:
-one pass gives the same set as two. The candidates of two sketches include those of their union: sketches merge.
+candidates. A key's leverage score against the keys seen so far can only fall as keys arrive: the denominator of
+`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose score falls below eps is dropped, and the candidates
+with scores of at least eps are exactly the universal set of the keys seen: one pass gives the same set as two. The
+candidates of two sketches include those of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.precision import full_precision
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_real
-from fewkeys.papers.levattention.keys import checked
-from fewkeys.sketch.gram import BLOCK, gram, root64
+from fewkeys.sketch.gram import BLOCK, gram, root64, score_rows
+from fewkeys.sketch.leverage import checked
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 ROUNDING = 1e-6
-"""A key is dropped only if its online score is below eps by this relative margin and the error of the score."""
+"""A key is dropped only if its score is below eps by this relative margin and the error of the score."""
 
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
     """The universal set of a stream of `shape` (B, H, N).
 
-    `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in float64 for float64 input and float32
-    otherwise; `scores` (M,), float64.
+    `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in working precision; `scores` (M,),
+    float64.
     """
 
     indices: Tensor
@@ -47,17 +48,16 @@ class UniversalKeys:
 class KeySketch:
     """A sketch of a stream of keys that gives their scores and their universal set for weights `|s|^p`.
 
-    `update` takes the stream in pieces of any size; `merge` adds the sketch of the keys that follow. Two passes: after
-    `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass: `universal_set`.
-    Rows of zeros (padding) only take a position.
+    `update` takes the stream in pieces of any size; `merge` adds the sketch of the keys that follow. One pass:
+    `universal_set`. Two: `scores` of each piece after the whole stream. Rows of zeros (padding) only take a position.
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
         power: an even power; m is the number of monomials of degree power / 2 (D for 2).
 
-    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys.
-    Cost: O(m^2) per key, and O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come.
-    Directions in which the keys are below about 1e-7 of the strongest count as absent.
+    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and
+    O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come. Directions in which the keys
+    are below about 1e-7 of the strongest count as absent.
 
     Raises:
         TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
@@ -119,11 +119,11 @@ class KeySketch:
         self._append(other._keys.clone(), positions)
 
     def scores(self, keys: Tensor) -> Tensor:
-        """Scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen: the second pass.
+        """Leverage scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen.
 
-        For power 2 the leverage scores; for larger powers those of the tensor powers, which bound the sensitivities.
-        Their relative error is a few `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their
-        features) with columns scaled to unit norm. Raises as `update`, and before the first `update`.
+        For larger powers those of the tensor powers, which bound the sensitivities. Their relative error is a few
+        `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their features) with columns scaled to unit
+        norm. Raises as `update`, and before the first `update`.
         """
         rows = checked("keys", keys)
         if not self.count:
@@ -135,7 +135,7 @@ class KeySketch:
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
         """The keys seen so far with a score of at least `eps`: they have every entry >= eps of any query.
 
-        eps: not below the sketch's; None for the sketch's. At most `m / eps` keys per head, m as in the class.
+        eps: not below the sketch's; None: the sketch's. At most `m / eps` keys per head.
         Raises `ValueError` for a smaller eps, and before any key was seen.
         """
         eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
@@ -144,13 +144,12 @@ class KeySketch:
         if not self.count:
             raise ValueError("universal_set: expected some keys first, got none; call update")
         scores, upper = self._score(self._keys)
-        batch, head, slot = ((upper >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
-        indices = torch.stack([batch, head, self._positions[batch, head, slot]])
-        shape = (*self._keys.shape[:2], self.count)
-        return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
+        at = ((upper >= eps) & (self._positions >= 0)).nonzero(as_tuple=True)
+        indices = torch.stack([*at[:2], self._positions[at]])
+        return UniversalKeys(indices, self._keys[at], scores[at], (*self._keys.shape[:2], self.count))
 
     def _open(self, rows: Tensor) -> None:
-        """Check that rows (B, H, N, D) continue the stream, or make the empty state for them."""
+        """Check that rows (B, H, N, D) continue the stream; before the first ones, make the empty state."""
         if not self.count:
             size = width(rows.shape[-1], self._degree)
             if size > MAX_WIDTH:
@@ -161,8 +160,7 @@ class KeySketch:
             self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
-        expected = (*self._keys.shape[:2], self._keys.shape[3])
-        actual = (*rows.shape[:2], rows.shape[3])
+        expected, actual = ((*keys.shape[:2], keys.shape[3]) for keys in (self._keys, rows))
         if actual != expected or rows.dtype != self._keys.dtype:
             raise ValueError(
                 f"keys: expected (batch, heads, dim) = {expected} in {self._keys.dtype} like the stream before, got "
@@ -176,8 +174,8 @@ class KeySketch:
         if self._keys.shape[2] < self._limit:
             return
         kept = (self._score(self._keys)[1] >= self.eps) & (self._positions >= 0)
-        # Kept candidates first, in their order; unused places of heads with fewer have the position -1 and zero keys.
-        order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
+        # Unused places of heads with fewer candidates have the position -1 and zero keys.
+        order = marked_places(kept)
         kept = kept.gather(-1, order)
         self._positions = self._positions.gather(-1, order).masked_fill(~kept, -1)
         rows = self._keys.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
@@ -187,8 +185,8 @@ class KeySketch:
     def _score(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up: `m u` in G, magnified by the inverse."""
         root = root64(self._gram, rows.dtype)
-        parts = [tensor_features(part.double(), self._degree) @ root for part in rows.split(BLOCK, 2)]
-        scores = torch.cat([part.square().sum(-1).clamp_max(1.0) for part in parts], -1)
+        parts = (tensor_features(part.double(), self._degree) for part in rows.split(BLOCK, 2))
+        scores = torch.cat([score_rows(part, root) for part in parts], -1)
         size = self._gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
         error = 8 * root.shape[-1] * torch.finfo(torch.float64).eps * (root * size).square().sum((-2, -1))
         return scores, scores * (1 + ROUNDING + error.clamp_max(1.0)).unsqueeze(-1)

@@ -1,12 +1,10 @@
-"""Checked keys; and those of one head for the search, in blocks in float64, scaled to sizes near one."""
+"""The keys of one head for the search, in blocks in float64, scaled to sizes near one."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
-from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.sketch.gram import power_of_two
 
 BLOCK = 1024
@@ -15,17 +13,10 @@ MODERATE = 60
 """Columns whose largest numbers to the power p are within 2^+-60 are not scaled."""
 
 
-def checked(name: str, keys: object) -> Tensor:
-    """Finite keys (B, H, N, D) in working precision, without gradient."""
-    rows = working(check_tensor(name, keys)).detach()
-    check_finite(**{name: rows})
-    return rows
-
-
 class ScaledKeys:
     """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
 
-    The division is exact and prevents overflow. `largest` (D,), float64: the largest number of each column after it.
+    The division is exact. `largest` (D,), float64: the largest number of each column after it.
     """
 
     def __init__(self, key: Tensor, power: float) -> None:
@@ -56,12 +47,12 @@ class ScaledKeys:
 
         They are multiplied by the powers that divide the keys, and each by one more, which cancels in attention.
         """
-        query = query.double()
-        query = query / power_of_two(query.abs().amax(-1, keepdim=True))
-        if self.scale is None:
-            return query
-        query = query * self.scale
-        return query / power_of_two(query.abs().amax(-1, keepdim=True))
+        query = _unit(query.double())
+        return query if self.scale is None else _unit(query * self.scale)
 
     def _scaled(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         return part.to(dtype) if self.scale is None else (part.double() / self.scale).to(dtype)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / power_of_two(rows.abs().amax(-1, keepdim=True))

@@ -1,11 +1,11 @@
 """Random projections: few random combinations of many rows that keep the length of vectors.
 
 `S` (m, n) is drawn without looking at the data, and `|S x|^2` is `|x|^2` up to a relative error e in (0, 1), with
-probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` of a
-matrix K have dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after looking at S.
-The number of rows m that suffices follows from proved bounds with all their constants:
+probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` form one
+of dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after looking at S. The number
+of rows m that suffices follows from proved bounds:
 
-- **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom, so by
+- **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom: by
   Chernoff's bound it leaves (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)`. On a subspace of
   dimension r the singular values of S lie in `1 +- (sqrt(r / m) + t)` with probability `1 - 2 exp(-m t^2 / 2)`
   (Davidson and Szarek 2001, theorem II.13).
@@ -13,12 +13,11 @@ The number of rows m that suffices follows from proved bounds with all their con
   rows without replacement. A row of `H D U`, U orthonormal (n, r), has a squared length of at most M / N for
   `M = (sqrt(r) + sqrt(8 log(N / delta)))^2`, for one given vector `2 log(2 N / delta)` (Hoeffding), and then the
   matrix Chernoff bound gives `2 r exp(-m ((1 + e) log(1 + e) - e) / M)` (Tropp, arXiv 1011.1595, lemmas 3.3, 3.4).
-- **CountSketch**, the sparse embedding: every row joins one random bucket of m, with a random sign. The second moment
-  alone: `E (|S x|^2 - 1)^2 <= 2 / m` for a unit x, and `E |U^T S^T S U - I|_F^2 <= (r^2 + r) / m`, by writing out
-  which pairs of rows share a bucket; Chebyshev's inequality does the rest (Clarkson and Woodruff, arXiv 1207.6365,
-  have the sparse subspace embedding). Hence 1 / delta where the others have its logarithm.
+- **CountSketch**, the sparse embedding (Clarkson and Woodruff, arXiv 1207.6365): every row joins one random bucket of
+  m, with a random sign. `E (|S x|^2 - 1)^2 <= 2 / m` for a unit x, and `E |U^T S^T S U - I|_F^2 <= (r^2 + r) / m`, by
+  writing out which pairs of rows share a bucket; Chebyshev's inequality does the rest.
 
-Cost of `S K`: `n m D`, `n D log n` and `n D`; docs/levattention.md has times.
+Cost of `S K`: `n m D`, `n D log n` and `n D`.
 """
 
 import math
@@ -71,11 +70,14 @@ class Hadamard(Projection):
 
     def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
         flat = 2 * math.log(4 * _power(total) * count / failure)
-        return math.ceil(flat * math.log(4 * count / failure) / _chernoff(error))
+        return self._rows(flat, count, error, failure)
 
     def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
         flat = (math.sqrt(rank) + math.sqrt(8 * math.log(2 * _power(total) / failure))) ** 2
-        return math.ceil(flat * math.log(4 * rank / failure) / _chernoff(error))
+        return self._rows(flat, rank, error, failure)
+
+    def _rows(self, flat: float, rank: int, error: float, failure: float) -> int:
+        return math.ceil(flat * math.log(4 * rank / failure) / ((1 + error) * math.log1p(error) - error))
 
     def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
         matrix = torch.cat([block * signs(block.shape[0], block, generator).unsqueeze(-1) for block in blocks])
@@ -132,8 +134,3 @@ def signs(count: int, template: Tensor, generator: torch.Generator) -> Tensor:
 def _power(total: int) -> int:
     """The next power of two."""
     return 1 << max(0, total - 1).bit_length()
-
-
-def _chernoff(error: float) -> float:
-    """The exponent of the matrix Chernoff bound."""
-    return (1 + error) * math.log1p(error) - error

@@ -1,9 +1,9 @@
 """`heavy_entries`: the choice of an algorithm for each query, and the entries in one sorted list.
 
-`A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. A common factor of the scores cancels, so there is no
-scale. For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps
-are compared. The matrix only saves time: a query is answered directly, from its scores with all keys in float64, if
-rounding may have changed its normaliser by more than `TRUST`, or by enough to decide whether an entry reaches eps.
+`A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. For even p normalisers come from a small matrix
+(gram.py), and only keys whose sensitivity bound reaches eps are compared. The matrix only saves time: a query is
+answered directly, from its scores with all keys in float64, if rounding may have changed its normaliser by more than
+`TRUST`, or by enough to decide whether an entry reaches eps.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import full_precision
+from fewkeys.core.precision import full_precision, working_dtype
 from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.papers.levattention.gram import TRUST, candidates, exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
@@ -47,6 +46,7 @@ class HeavyEntries:
 
 
 @full_precision()
+@torch.no_grad()
 def heavy_entries(
     query: Tensor,
     key: Tensor,
@@ -57,10 +57,10 @@ def heavy_entries(
     sketch: Sketched | None = None,
     generator: torch.Generator | None = None,
 ) -> HeavyEntries:
-    """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values.
+    """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    Indices and values are those of the formula evaluated in float64. There are at most `1 / eps` entries per query. A
-    query whose scores are all zero, up to the rounding of a dot product in float64, has none.
+    There are at most `1 / eps` entries per query. A query whose scores are all zero, up to the rounding of a dot
+    product in float64, has none. Scores have no scale, which would cancel.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
@@ -76,8 +76,8 @@ def heavy_entries(
 
         Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
         `|U| <= d^(p/2) / (0.9 eps)` candidates; O(n d) for each query that is answered directly. Other p, and too few
-        queries for a Gram matrix: `O(n n_q d)`, every score, by blocks. Memory: blocks of fixed size and the answer;
-        for p > 2 also O(n d) for one head in float64.
+        queries for a Gram matrix: `O(n n_q d)`, every score. Memory: blocks of fixed size and the answer; for p > 2
+        also O(n d) for one head in float64.
 
     Raises:
         TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
@@ -87,42 +87,30 @@ def heavy_entries(
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)
-    inputs = check_inputs(query, key, key, lengths=lengths)
+    x = check_inputs(query, key, key, lengths=lengths, generator=generator)
     if sketch is not None:
         if not isinstance(sketch, Sketched):
             raise TypeError(f"sketch: expected a Sketched or None, got {type(sketch).__name__}")
-        sketch.check(power, inputs.head_dim)
-    if generator is None:
-        generator = torch.Generator("cpu").manual_seed(0)
-    elif not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
-    return _collect(inputs, eps, power, sketch, generator)
-
-
-@torch.no_grad()
-def _collect(
-    inputs: Inputs, eps: float, power: float, sketch: Sketched | None, generator: torch.Generator
-) -> HeavyEntries:
-    grouped = inputs.grouped_query()
-    places, values = [], []
-    heads = inputs.batch * inputs.kv_heads
-    for batch in range(inputs.batch):
-        real = inputs.keys if inputs.valid is None else int(inputs.valid[batch].sum())
-        for head in range(inputs.kv_heads if real else 0):
-            keys = ScaledKeys(inputs.key[batch, head, :real], power)
+        sketch.check(power, x.head_dim)
+    generator = generator or torch.Generator("cpu").manual_seed(0)
+    grouped = x.grouped_query()
+    places, values = [x.query.new_zeros(0, dtype=torch.int64)], [x.query.new_zeros(0, dtype=torch.float64)]
+    for batch in range(x.batch):
+        real = x.keys if x.valid is None else int(x.valid[batch].sum())
+        for head in range(x.kv_heads if real else 0):
+            keys = ScaledKeys(x.key[batch, head, :real], power)
             rows = keys.queries(grouped[batch, head].flatten(0, 1))
             if sketch is None:
-                parts = _exact_parts(rows.shape[0], keys, eps, power)
+                parts = _exact_parts(len(rows), keys, eps, power)
             else:
-                parts = sketched_parts(sketch, rows.shape[0], heads, keys, eps, power, generator)
-            first = (batch * inputs.kv_heads + head) * rows.shape[0]
+                parts = sketched_parts(sketch, len(rows), x.batch * x.kv_heads, keys, eps, power, generator)
+            first = (batch * x.kv_heads + head) * len(rows)
             for row, column, value in _entries(rows, keys, eps, power, parts):
-                places.append((first + row) * inputs.keys + column)
+                places.append((first + row) * x.keys + column)
                 values.append(value)
-    shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)
-    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    place, order = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *places]).sort()
-    value = torch.cat([inputs.query.new_zeros(0, dtype=torch.float64), *values])[order].to(dtype)
+    shape = (x.batch, x.query_heads, x.queries, x.keys)
+    place, order = torch.cat(places).sort()
+    value = torch.cat(values)[order].to(working_dtype(x.query.dtype))
     return HeavyEntries(torch.stack(torch.unravel_index(place, shape)), value, shape)
 
 
@@ -160,12 +148,12 @@ def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: P
         value = weight[row, column] / norm[row]
         if form.exact and numerators is None:
             trusted[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
-        direct[start : start + part.shape[0]] &= ~trusted
+        direct[start : start + len(part)] &= ~trusted
         kept = trusted[row] & (value >= eps)
         yield row[kept] + start, chosen[column[kept]], value[kept]
-        start += part.shape[0]
+        start += len(part)
     rows = direct.nonzero().squeeze(-1)
-    if rows.numel():
+    if len(rows):
         for row, column, value in directly(query[rows], keys, eps, power):
             yield rows[row], column, value
 
@@ -174,8 +162,7 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
     """The entries of queries (M, D), float64: every score twice, once for the normaliser and once to compare."""
     start = 0
     for part in query.split(SCORES // BLOCK):
-        top = part.new_zeros(part.shape[0])
-        total = part.new_zeros(part.shape[0])
+        top = total = part.new_zeros(len(part))
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
             # Scores are divided by a power of two near the largest so far, so that high powers do not underflow.
@@ -190,7 +177,7 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
             value = raised((part @ block.mT) / top.unsqueeze(-1), power) / total.unsqueeze(-1)
             row, column = (value >= eps).nonzero(as_tuple=True)
             yield row + start, column + number * BLOCK, value[row, column]
-        start += part.shape[0]
+        start += len(part)
 
 
 def raised(scores: Tensor, power: float) -> Tensor:

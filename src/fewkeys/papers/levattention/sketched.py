@@ -1,6 +1,6 @@
 """`heavy_entries` from random sketches: the estimates, their errors and failure probabilities.
 
-Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K` for a projection S (projections.py).
+Write `Z_i = |K q_i|^2` for the exact normalisers of power 2, and `F = S K` for a projection S (projections.py).
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
@@ -14,14 +14,14 @@ Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K`
 - *Numerators.* `<q_i, k_j> = <R q_i, R^-T k_j>` is estimated from CountSketches of the two rows, m sums each. The
   estimate is unbiased with variance at most `2 |R q_i|^2 |R^-T k_j|^2 / m`, so by Chebyshev's inequality it errs by
   more than `a |R q_i| |R^-T k_j|` with a probability of at most `2 / (m a^2)`. Divided by `|R q_i| = sqrt(Z~_i)`:
-  the root of an entry is off by at most a times the root of the key's score. Without the change of basis the error
-  would be in units of `|q_i| |k_j|`, which no normaliser bounds.
+  the root of an entry is off by at most a times the root of the key's score.
 
 Queries that are not trusted (gram.py) are answered from all scores, so that the statements hold for all queries.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Sketched:
     Args:
         normalizers: e in (0, 1), any even power: with probability `1 - failure`, for all queries of the call,
             `A~ = A c` with one factor c in `[1 / (1 + e), 1 / (1 - e)]` per query. So every entry >= `(1 + e) eps` is
-            returned and none below `(1 - e) eps`. For p = 2 candidates come from the same sketch, none is missing.
+            returned and none below `(1 - e) eps`.
         scores: s in (0, 1), power 2: keys are candidates from an estimated leverage score of `(1 - s) eps` on. With
             probability `1 - failure` no entry >= eps is missing, also for queries chosen to break the sketch. Alone it
             changes no value.
@@ -62,15 +62,14 @@ class Sketched:
         failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
         projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    The sizes of the sketches follow from the errors by proved bounds (projections.py). A sketch that would be no
-    smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`, n C in place
-    of n D products of D numbers for the scores, m in place of D products for a pair of query and candidate.
+    A sketch that would be no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place
+    of `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
+    and candidate.
 
     Raises:
         TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
 
-    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; fewkeys/papers/levattention/sketched.py
-    derives statements and constants.
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; the module derives statements and constants.
     """
 
     normalizers: float | None = None
@@ -83,7 +82,7 @@ class Sketched:
         for name in ("normalizers", "scores", "numerators"):
             if (value := getattr(self, name)) is not None:
                 check_real(f"Sketched {name}", value, above=0.0, below=1.0)
-        if self.normalizers is None and self.scores is None and self.numerators is None:
+        if (self.normalizers, self.scores, self.numerators) == (None, None, None):
             raise ValueError("Sketched: expected an error for normalizers, scores or numerators, got none; give one")
         check_real("Sketched failure", self.failure, above=0.0, below=1.0)
         if self.projection not in PROJECTIONS:
@@ -101,8 +100,7 @@ class Sketched:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Numerators:
+class Numerators(NamedTuple):
     """Scores of all queries and candidates: `(q @ query) . key[j]`."""
 
     query: Tensor
@@ -117,8 +115,15 @@ def sketched_parts(
     sketch: Sketched, queries: int, heads: int, keys: ScaledKeys, eps: float, power: float, generator: torch.Generator
 ) -> Parts:
     """The parts for one head of `heads`."""
-    delta = sketch.failure / heads
-    form = _form(sketch, queries, keys, even_degree(power), delta, generator)
+    delta, degree, total = sketch.failure / heads, even_degree(power), len(keys)
+    columns = width(keys.dim, degree)
+    rows = sketch_rows(sketch, queries, total, columns, delta)
+    if rows == total:
+        form = exact_form(keys, degree)
+    else:
+        blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
+        features = (tensor_features(part, degree) for part in blocks)
+        form = sketched_form(PROJECTIONS[sketch.projection].apply(features, rows, generator), total, degree)
     if sketch.scores is None:
         chosen = candidates(keys, form, eps, power)
     else:
@@ -142,27 +147,13 @@ def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta:
     return min(rows, total)
 
 
-def _form(
-    sketch: Sketched, queries: int, keys: ScaledKeys, degree: int, delta: float, generator: torch.Generator
-) -> Normaliser:
-    total, columns = len(keys), width(keys.dim, degree)
-    rows = sketch_rows(sketch, queries, total, columns, delta)
-    if rows == total:
-        return exact_form(keys, degree)
-    blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
-    features = (tensor_features(part, degree) for part in blocks)
-    return sketched_form(PROJECTIONS[sketch.projection].apply(features, rows, generator), total, degree)
-
-
 def _candidates(
     keys: ScaledKeys, form: Normaliser, eps: float, error: float, delta: float, generator: torch.Generator
 ) -> Tensor:
     """The candidates of the module's header; f is half the error if the normaliser is sketched."""
     change = basis(form)
-    stretch = 1.0 if form.exact else 1 + error / 2
-    low = (1 - error) * stretch  # 1 - h
-    least = MARGIN * eps / stretch
-    failure = delta if form.exact else delta / 2
+    stretch, failure = (1.0, delta) if form.exact else (1 + error / 2, delta / 2)
+    low, least = (1 - error) * stretch, MARGIN * eps / stretch  # low: 1 - h
     columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / failure) / (low - 1 - math.log(low)))
     if columns >= keys.dim:
         return at_least(keys, change.key, change.rounding, least)
@@ -181,6 +172,6 @@ def _numerators(
     if columns >= keys.dim:
         return None
     change = basis(form)
-    eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
+    eye = torch.eye(keys.dim).to(change.key)
     spread = CountSketch().apply(iter([eye]), columns, generator).mT
     return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

@@ -5,14 +5,13 @@ from torch import Tensor
 
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_real
-from fewkeys.papers.levattention.keys import checked
-from fewkeys.sketch.leverage import ROUNDING
+from fewkeys.sketch.leverage import ROUNDING, checked
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 
 @full_precision()
 def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth: bool = False) -> Tensor:
-    """The keys that have every attention entry >= `eps` under weights `|s|^p`, for every possible query.
+    """The keys that have every attention entry >= `eps` under weights `|s|^p`, for every query.
 
     Args:
         key: (B, H, N, D), any floating dtype.
@@ -22,9 +21,8 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
             `f(s) / |s|^p` not increasing. Huber and Tukey's biweight have p = 2, at any threshold.
 
     Returns:
-        bool (B, H, N), at most `r / eps` keys per head for p <= 2, r = rank(K), `r^(p/2) / eps` for p > 2. Scores are
-        computed in float64. Cost as `leverage_scores`. With `bounded_growth` at most `1 / eps` times as many keys and
-        as much cost.
+        bool (B, H, N), at most `r / eps` keys per head for p <= 2, r = rank(K), `r^(p/2) / eps` for p > 2. Cost as
+        `leverage_scores`. With `bounded_growth` at most `1 / eps` times as many keys and as much cost.
 
     Raises:
         TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.

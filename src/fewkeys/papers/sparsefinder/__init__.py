@@ -1,7 +1,4 @@
-"""Sparsefinder (arXiv 2109.12188): predicting the graph of sparse attention.
-
-A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
-"""
+"""Sparsefinder (arXiv 2109.12188): predicting the graph of sparse attention. A line here makes classes public."""
 
 from fewkeys.core.rooms import public_names
 from fewkeys.papers.sparsefinder.evaluate import GraphScores as GraphScores

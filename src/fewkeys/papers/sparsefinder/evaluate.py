@@ -24,7 +24,7 @@ class GraphScores:
     """The quality of a selector's edges in every head of a layer: means over the sequences, each (Hq,) float64.
 
     recall: share of the gold edges that are kept. sparsity: share of the *visible* pairs that are not kept. exact:
-    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation and entropy: those of
+    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation, entropy: of
     `Groups`, NaN for other graphs.
     """
 
@@ -83,14 +83,11 @@ def judge(
     keep: Selector,
     done: Callable[[int, int], None],
 ) -> list[FitRow]:
-    """A row for every grouping in the space of every finder, united with `keep`, on all layers of `capture`.
-
-    `done(layers, of)` is called after every layer and pass.
-    """
+    """A row for every grouping in the space of every finder, united with `keep`; calls `done(steps, of)`."""
     alpha = next(iter(finders.values())).settings.alpha
     steps = 0
 
-    def over_layers(selectors: Callable[[int], dict[str, Selector]]) -> dict[str, dict[str, float]]:
+    def over_layers(selectors: Callable[[int], Mapping[str, Selector]]) -> dict[str, dict[str, float]]:
         nonlocal steps
         layers = []
         for layer in range(capture.layers):
@@ -108,11 +105,8 @@ def judge(
         lambda layer: {f"{space}/{rule.rule}": finders[space].selector(layer, rule) | keep for space, rule in pairs}
     )
     counts = {name: max(1, round(row["slots"])) for name, row in predicted.items()}
-    chance = over_layers(
-        lambda _: {
-            f"{kind.__name__}/{count}": kind(count) for count in set(counts.values()) for kind in (Window, RandomEdges)
-        }
-    )
+    controls = {f"{kind.__name__}/{n}": kind(n) for n in set(counts.values()) for kind in (Window, RandomEdges)}
+    chance = over_layers(lambda _: controls)
     rows = []
     for space, grouping in pairs:
         name = f"{space}/{grouping.rule}"

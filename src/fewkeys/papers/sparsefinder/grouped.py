@@ -2,10 +2,8 @@
 
 Keys are sorted by group once, and the queries of each chunk likewise: a group's queries times all its keys is one small
 matrix product. Put back into the order of the queries, the products of one membership are a stretch of every row of
-scores, as from all other sources.
-
-An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that is
-also in the band or a list belongs there.
+scores. An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that
+is also in the band or a list belongs there.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from fewkeys.execute.torch.sources import Chunk, Kept
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """One membership of the queries of a chunk, which are sorted by group by `order` and back by `back`.
+    """One membership of the queries of a chunk: sorted by `order` into `groups` of `counts`, and back by `back`.
 
-    `groups`, `counts`: the groups in this order, and how many of the queries are in each; `hidden`: for each of them
-    the pairs (count, keys) that are no edges or count elsewhere, None where there are none. `width`: the most keys.
+    `hidden`: of each group the pairs (count, keys) that are no edges or count elsewhere, or None. `width`: the most
+    keys.
     """
 
     order: Tensor
@@ -73,8 +71,7 @@ class GroupedKeys(Kept):
                 line = line if hidden is None else line.masked_fill(hidden, -torch.inf)
                 lines.append(pad(line, (0, stretch.width - line.shape[1]), value=-torch.inf))
             parts.append(torch.cat(lines)[stretch.back])
-        scores: Tensor = torch.cat(parts, -1).unflatten(0, chunk.query.shape[:2])
-        return scores
+        return torch.unflatten(torch.cat(parts, -1), 0, chunk.query.shape[:2])
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         stretches = self._stretches(chunk)
@@ -96,8 +93,7 @@ class GroupedKeys(Kept):
         for stretch, parts in zip(self._stretches(chunk), lines, strict=True):
             sums = [part[:, : self.sizes[g]] @ by_group[g] for part, g in zip(parts, stretch.groups, strict=True)]
             totals.append(torch.cat(sums)[stretch.back])
-        total: Tensor = reduce(torch.add, totals).unflatten(0, chunk.query.shape[:2])
-        return total
+        return torch.unflatten(reduce(torch.add, totals), 0, chunk.query.shape[:2])
 
     def _by_group(self, rows: Tensor) -> tuple[Tensor, ...]:
         """What `rows` (Heads, N, X) holds for the keys of every group."""
@@ -116,8 +112,7 @@ class GroupedKeys(Kept):
 
     def _stretch(self, group: Tensor, membership: int, hidden_pairs: _HiddenPairs) -> Stretch:
         order = group.argsort(stable=True)
-        number, count = group[order].unique_consecutive(return_counts=True)
-        groups, counts = number.tolist(), count.tolist()
+        groups, counts = (part.tolist() for part in group[order].unique_consecutive(return_counts=True))
         hidden = [hidden_pairs(rows, g, membership) for rows, g in zip(order.split(counts), groups, strict=True)]
         return Stretch(order, order.argsort(), groups, counts, hidden, max(1, *(self.sizes[g] for g in groups)))
 
@@ -126,8 +121,7 @@ class GroupedKeys(Kept):
         x = self.graph.inputs
         ids = distinct(ids if ids.shape[-1] else pad(ids, (0, 1), value=-1))
         first = torch.arange(x.batch * x.query_heads, device=ids.device).view(x.batch, -1, 1, 1) * count
-        numbered: Tensor = torch.where(ids < 0, -1, ids + first).unflatten(1, (x.kv_heads, x.gqa_ratio))
-        return numbered.flatten(0, 1)
+        return torch.unflatten(torch.where(ids < 0, -1, ids + first), 1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
 
 class _HiddenPairs:
@@ -176,5 +170,4 @@ def _overlap(query: Tensor, key: Tensor) -> bool:
 
 def distinct(ids: Tensor) -> Tensor:
     """Ids (..., M) with -1 in place of repetitions."""
-    repeated = (ids.unsqueeze(-1) == ids.unsqueeze(-2)).tril(-1).any(-1)
-    return ids.masked_fill(repeated, -1)
+    return ids.masked_fill((ids.unsqueeze(-1) == ids.unsqueeze(-2)).tril(-1).any(-1), -1)

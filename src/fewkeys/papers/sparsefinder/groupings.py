@@ -38,7 +38,7 @@ Kind = Literal["equal_size", "uniform"]
 class Grouping(Selector, ABC, listed=False):
     """The edges that a rule predicts between queries and keys of one layer, in a learned space or as they are.
 
-    No randomness, no gradient. Cost O(n D r) for the space, then the rule's own.
+    Cost O(n D r) for the space, then the rule's own.
 
     Args:
         project: the space, of as many query heads as the layer has; None: q and k as they are.
@@ -132,9 +132,9 @@ class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
     kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys. Ranks depend on the whole sequence, so causal and cross-attention use `fitted` quantiles instead. kind
-    "uniform": `floor(beta (tanh(x) + 1) / 2)`. Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of
-    the pairs are edges.
+    do the keys; causal and cross-attention use `fitted` quantiles instead. kind "uniform":
+    `floor(beta (tanh(x) + 1) / 2)`. Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs
+    are edges.
     """
 
     beta: int
@@ -152,11 +152,11 @@ class Buckets(Grouping):
         return self.beta - 1
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
-        x = inputs
+        x, sides = inputs, (query, key)
         if self.kind == "uniform":
-            bins = [((rows.tanh() + 1) * (self.beta / 2)).long().clamp_max(self.beta - 1) for rows in (query, key)]
+            bins = [((rows.tanh() + 1) * (self.beta / 2)).long().clamp_max(self.beta - 1) for rows in sides]
         elif self.fitted is not None:
-            bins = [_between(rows, edges) for rows, edges in zip((query, key), self.fitted_for(query), strict=True)]
+            bins = [_between(rows, edges) for rows, edges in zip(sides, self.fitted_for(query), strict=True)]
         else:
             bins = [_by_rank(rows, real, self.beta) for rows, real in ((query, x.valid_queries), (key, x.valid))]
         first = torch.arange(query.shape[-1], device=query.device) * self.beta
@@ -200,12 +200,12 @@ class Clusters(Grouping):
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         (places,) = self.fitted_for(query)
-        rounds = places.split(self.count, 1)
-        ids = [
-            torch.cat([nearest(rows, place, self.top) + i * self.count for i, place in enumerate(rounds)], -1)
-            for rows in (query, key)
-        ]
-        return _grouped(inputs, ids[0], ids[1], self.size)
+
+        def ids(rows: Tensor) -> Tensor:
+            rounds = enumerate(places.split(self.count, 1))
+            return torch.cat([nearest(rows, place, self.top) + i * self.count for i, place in rounds], -1)
+
+        return _grouped(inputs, ids(query), ids(key), self.size)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.top == self.count
@@ -220,10 +220,8 @@ class ClusterPairs(Grouping):
 
     Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
     edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio is
-    always joined. So gold edges need not be near if they are regular: keys that all queries attend to are joined to all
-    clusters of queries. Cost O(n count r) to choose.
-
-    Ours, not the paper's, where a query is joined to the keys of its own cluster.
+    always joined. So gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the
+    paper's.
     """
 
     count: int
@@ -259,11 +257,10 @@ class BlockClusters(Selector):
     cluster has the `top` query blocks and the `top` key blocks nearest to its centroid by Euclidean distance: of all
     blocks (version 1 of arXiv 2109.12188, section 5 and appendix), or with `inside` of those for which it is the
     nearest centroid (version 2). They take the place of BigBird's random blocks, beside its window of `window` blocks,
-    an odd number with the query's block in the middle. `project`: the space in which `centroids` were fitted; None: q
-    and k as they are.
+    an odd number. `project`: the space in which `centroids` were fitted; None: q and k as they are.
 
-    Not causal: a block's mean has all its tokens, and later blocks compete for the centroid. No randomness. Cost
-    O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
+    Not causal. Cost O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per
+    query.
     """
 
     size: int
@@ -324,11 +321,11 @@ class BlockClusters(Selector):
 
 def _grouped(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> Graph:
     """The graph of groups (B, Hq, N, M) of queries and of keys; padded tokens are in no group."""
-    ids = [
-        rows if real is None else rows.masked_fill(~real[:, None, :, None], -1)
-        for rows, real in ((query, inputs.valid_queries), (key, inputs.valid))
-    ]
-    return Graph(inputs, extra=Groups(ids[0], ids[1], count))
+    if inputs.valid is not None:
+        key = key.masked_fill(~inputs.valid[:, None, :, None], -1)
+    if inputs.valid_queries is not None:
+        query = query.masked_fill(~inputs.valid_queries[:, None, :, None], -1)
+    return Graph(inputs, extra=Groups(query, key, count))
 
 
 def _between(rows: Tensor, edges: Tensor) -> Tensor:
@@ -350,10 +347,7 @@ def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
 
 
 def nearest_members(near: Tensor, real: Tensor | None, count: int | Tensor) -> Tensor:
-    """Whether a row is among the `count` real rows with the largest `near` of a group: bool (B, H, N, C).
-
-    `near` (B, H, N, C); `real` (B, N); `count` a number, or one for each sequence (B,).
-    """
+    """Whether a row is among the `count` (or (B,)) rows of largest `near` (B, H, N, C) of a group; `real` (B, N)."""
     if real is not None:
         near = near.masked_fill(~real[:, None, :, None], -torch.inf)
     capacity = torch.as_tensor(count, device=near.device).view(-1, 1, 1, 1)

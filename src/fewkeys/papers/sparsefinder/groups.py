@@ -1,7 +1,7 @@
 """Edges by groups: a query attends to the keys of its own groups.
 
-Clusters, buckets and hash codes give every query and every key a few ids. Rounds and quantised dimensions have ids of
-their own in one flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
+Clusters, buckets and hash codes give every query and every key a few ids. Rounds and dimensions have ids of their own
+in one flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
+from fewkeys.core.validation import check_count, describe
 from fewkeys.papers.sparsefinder.grouped import GroupedKeys, distinct
 
 
@@ -35,8 +35,7 @@ class Groups:
         check_count("Groups count", self.count)
         for name, ids in (("query", self.query), ("key", self.key)):
             if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-                got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-                raise TypeError(f"Groups {name}: expected int64 ids, got {got}; convert them with .long()")
+                raise TypeError(f"Groups {name}: expected int64 ids, got {describe(ids)}; convert them with .long()")
             if ids.ndim != 4:
                 raise ValueError(
                     f"Groups {name}: expected shape (batch, query heads, tokens, memberships), got {tuple(ids.shape)}; "
@@ -72,10 +71,10 @@ class Groups:
 
     def mask(self, start: int, stop: int) -> Tensor:
         """Whether queries start .. stop - 1 share a group with each key: bool (B, Hq, stop - start, Nk)."""
-        query, key = self.query[:, :, start:stop], self.key
-        shared = torch.zeros((*query.shape[:3], key.shape[2]), dtype=torch.bool, device=key.device)
+        query = self.query[:, :, start:stop]
+        shared = query.new_zeros((*query.shape[:3], self.key.shape[2]), dtype=torch.bool)
         for query_ids in query.masked_fill(query < 0, -2).unbind(-1):
-            for key_ids in key.unbind(-1):
+            for key_ids in self.key.unbind(-1):
                 shared |= query_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)
         return shared
 
@@ -90,17 +89,13 @@ class Groups:
     def computation_sparsity(self) -> Tensor:
         """`1 - sum_g |Q_g| |K_g| / (Nq Nk)`, at least 0, per head (B, Hq): the share of all scores not computed.
 
-        All pairs in a group are computed, also hidden ones, and a pair that shares two groups is computed twice. So
-        this is at most the sparsity of the edges.
+        At most the sparsity of the edges: hidden pairs are computed, too, and pairs that share two groups twice.
         """
         scores = (_members(self.query, self.count) * _members(self.key, self.count)).sum(-1)
         return (1.0 - scores / (self.query.shape[2] * self.key.shape[2])).clamp_min(0.0).float()
 
     def entropy(self) -> Tensor:
-        """`-sum_g p_g log p_g / log count` per head (B, Hq), p_g the share of the keys' memberships that are in g.
-
-        1 if all groups have the same size, 0 if one has all members (or `count` is 1, or there are no members).
-        """
+        """`-sum_g p_g log p_g / log count`, 0 to 1, per head (B, Hq), p_g the share of the keys' memberships in g."""
         size = _members(self.key, self.count)
         p = size / size.sum(-1, keepdim=True).clamp_min(1)
         entropy: Tensor = -torch.special.xlogy(p, p).sum(-1)
@@ -118,5 +113,5 @@ def _members(ids: Tensor, count: int) -> Tensor:
     """Members of every group, (B, H, count) float64; a token that names a group twice is one member."""
     ids = distinct(ids)
     place = ids.masked_fill(ids < 0, count).flatten(2)
-    size = torch.zeros((*ids.shape[:2], count + 1), dtype=torch.float64, device=ids.device)
+    size = ids.new_zeros((*ids.shape[:2], count + 1), dtype=torch.float64)
     return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., :count]

@@ -30,7 +30,6 @@ class EntmaxSupport(Selector):
 
     alpha: float = 1.5
     is_oracle: ClassVar[bool] = True
-
     causal = True
 
     def __post_init__(self) -> None:
@@ -50,8 +49,8 @@ class EntmaxSupport(Selector):
 class GlobalTokens(CountedSelector):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
-    In cross-attention, and for queries after a cache, query i is one of the first tokens if its position is below
-    `count`. Under causality the first tokens see their past only. Cost O(n count).
+    In cross-attention, and for queries after a cache, the position of query i decides. Under causality the first tokens
+    see their past only. Cost O(n count).
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """
@@ -65,10 +64,8 @@ class GlobalTokens(CountedSelector):
         first = (torch.arange(x.queries, device=x.query.device) + x.offset < self.count).expand(x.batch, -1)
         if x.valid_queries is not None:
             first = x.valid_queries & (x.valid_queries.cumsum(-1) <= self.count)
-        shape = (x.batch, x.query_heads, -1, -1)
-        query = torch.where(first, 0, -1)[:, None, :, None].expand(shape)
-        key = torch.zeros((1, 1, x.keys, 1), dtype=torch.int64, device=x.key.device).expand(shape)
-        return graph | Graph(x, extra=Groups(query, key, 1))
+        query = torch.where(first, 0, -1)[:, None, :, None].expand(-1, x.query_heads, -1, -1)
+        return graph | Graph(x, extra=Groups(query, query.new_zeros((*query.shape[:2], x.keys, 1)), 1))
 
     def work(self, inputs: Inputs) -> Work:
         # As many rows as columns, spread over all queries.
@@ -77,14 +74,12 @@ class GlobalTokens(CountedSelector):
 
 @dataclass(frozen=True)
 class RandomEdges(CountedSelector):
-    """Every query keeps `count` of the keys that it may see, drawn uniformly without replacement.
+    """Every query keeps `count` of the keys that it may see, drawn by the call's generator without replacement.
 
-    The control for edges, as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
-    share their keys share the draw, a number from the call's generator for each pair. Cost O(n^2).
+    The control for edges. Query heads that share their keys share the draw. Cost O(n^2).
     """
 
     is_oracle: ClassVar[bool] = True
-
     causal = True
 
     def select(self, inputs: Inputs) -> Graph:

@@ -9,15 +9,12 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned
 from fewkeys.core.precision import working
-from fewkeys.core.validation import check_finite
+from fewkeys.core.validation import check_finite, describe
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Projection(Learned):
-    """`q' = q^T A_h`, `k' = k^T B_h` for every query head h: A = `query` and B = `key`, both (Hq, D, r), floating.
-
-    Query heads that share their keys still have a space each. Selectors that take a `project` compare q' and k'.
-    """
+    """`q' = q^T A_h`, `k' = k^T B_h` for every query head h: A = `query` and B = `key`, both (Hq, D, r), floating."""
 
     query: Tensor
     key: Tensor
@@ -92,10 +89,9 @@ class Edges(Fitted):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Joined(Fitted):
-    """Clusters of queries and clusters of keys of every head, and which of them are joined.
+    """Centroids `query` and `key` (Hq, C, r) of clusters of queries and of keys, and which are joined.
 
-    `query` and `key` (Hq, C, r): the centroids. `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to
-    cluster b of the keys.
+    `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to cluster b of the keys.
     """
 
     query: Tensor
@@ -112,10 +108,9 @@ class Joined(Fitted):
 
 
 def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tensor]:
-    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, or as they are; one row of keys per query head.
+    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, or as they are, for every query head.
 
-    In float32 (float64 for float64 inputs), without gradient. Cost O(n D r). Raises `ValueError` for a projection of
-    other heads.
+    In working precision, without gradient. Cost O(n D r). Raises `ValueError` for a projection of other heads.
     """
     x = inputs
     query, key = working(x.query.detach()), working(x.key.detach())
@@ -170,8 +165,7 @@ def _check_tables(kind: str, axes: str, *, may_be_empty: bool = False, **tables:
     for name, tensor in tables.items():
         title = f"{kind} {name}"
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{title}: expected a floating tensor {axes}, got {got}")
+            raise TypeError(f"{title}: expected a floating tensor {axes}, got {describe(tensor)}")
         if tensor.ndim != 3 or 0 in (tensor.shape[:2] if may_be_empty else tensor.shape):
             raise ValueError(f"{title}: expected shape {axes}, none of them 0, got {tuple(tensor.shape)}")
         if tensor.shape != first.shape:

@@ -1,4 +1,4 @@
-"""Sparsefinder: predicts the keys of entmax heads. Fitted once per model, it needs no scores to predict."""
+"""Sparsefinder: predicts the keys of entmax heads, without scores. Fitted once per model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = "Sparsefinder"
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention of the model. `kind`: "bidirectional", "causal" or "cross" (queries are other tokens than keys)."""
+    """The attention of a model. `kind`: "bidirectional", "causal" or "cross" (queries are other tokens than keys)."""
 
     model: str
     kind: str
@@ -56,8 +56,8 @@ class Shape:
 class Sparsefinder:
     """Predicts which (query, key) pairs alpha-entmax heads will use.
 
-    For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs are
-    near, those to which the model's entmax gives weight. Groupings join queries and keys there:
+    For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs,
+    those to which the model's entmax gives weight, are near. Groupings join queries and keys there:
 
         finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
         keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
@@ -70,7 +70,7 @@ class Sparsefinder:
         settings: how it was fitted.
         tensors: of each layer l the projections "maps.l" (1 or 2, Hq, D, r), absent in the raw space; samples of
             projected tokens "query.l", "key.l" (Hq, S, r) and of the ends of gold edges "gold-query.l", "gold-key.l"
-            (Hq, E, r); and the centroids computed so far, "centroids.l.count.rounds" (Hq, rounds count, r),
+            (Hq, E, r); and the centroids so far, "centroids.l.count.rounds" (Hq, rounds count, r),
             "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
@@ -107,16 +107,14 @@ class Sparsefinder:
         Args:
             capture: of a model with alpha-entmax attention: `fk.capture(model, batches,
                 weights=fk.weights.Entmax(alpha))`. It may be causal, cross-attention or padded.
-            rank: r.
-            alpha: of the model's entmax.
+            rank, alpha: r; of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
             margin, lr, epochs: of the hinge; of Adam; passes over the capture.
             batch: the most sequences per step; those of one step come from one batch of the capture.
             validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
                 epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
-            sample: queries, and as many keys, of each head that clusters and buckets are fitted on; gold edges are
-                four times as many.
+            sample: queries, and as many keys, of each head that groupings are fitted on; four times as many gold edges.
             directory: keeps finished layers, so that an interrupted fit goes on with the next one.
             progress: called as `progress(done, total, what)`.
 
@@ -151,10 +149,7 @@ class Sparsefinder:
     @classmethod
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
-        """Groupings of queries and keys as they are: the control for learned spaces.
-
-        Clusters and bucket edges are still fitted, on the `sample`.
-        """
+        """Groupings of queries and keys as they are, fitted on the `sample`: the control for learned spaces."""
         _check_capture(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
@@ -164,11 +159,11 @@ class Sparsefinder:
 
     @property
     def is_raw(self) -> bool:
-        """Whether there is no projection: queries and keys are compared as they are."""
+        """Whether queries and keys are compared as they are."""
         return "maps.0" not in self.tensors
 
     def projection(self, layer: int) -> Projection | None:
-        """The space of a layer, None for queries and keys as they are; for every selector with a `project`."""
+        """The space of a layer, for selectors with a `project`; None: queries and keys as they are."""
         _check_index("layer", layer, self.shape.layers)
         if self.is_raw:
             return None
@@ -176,7 +171,7 @@ class Sparsefinder:
         return Projection(maps[0], maps[-1])
 
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
-        """`count` centroids for each head and round of a layer, by k-means (scikit-learn) on queries and keys together.
+        """`count` centroids for each head and round of a layer, by k-means on queries and keys together.
 
         Computed at the first call and kept, also by `save_pretrained`.
         """
@@ -202,10 +197,7 @@ class Sparsefinder:
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
-        """The selector of the edges that `grouping` predicts in the space of a layer.
-
-        head: for a key head alone; None: for all heads.
-        """
+        """The selector of the edges that `grouping` predicts in the space of a layer, for all heads or one key head."""
         if not isinstance(grouping, Grouping):
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
@@ -242,8 +234,7 @@ class Sparsefinder:
         return ModelPlan(tuple((plan,) * self.shape.kv_heads for plan in plans), {"sparsefinder": self.shape.model})
 
     def __str__(self) -> str:
-        space = "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
-        shape = self.shape
+        shape, space = self.shape, "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
         return f"Sparsefinder of {shape.layers} layers of {shape.query_heads} heads ({shape.kind}), {space}"
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -256,8 +247,7 @@ class Sparsefinder:
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """The predictor saved in `directory`: the same bits.
 
-        Raises `ValueError` for another version, and if a file is missing or damaged, or tensors and description do not
-        belong together.
+        Raises `ValueError` for another version, for missing or damaged files, and for tensors of another description.
         """
         data = read_json(directory, FILE)
         where = Path(directory) / FILE

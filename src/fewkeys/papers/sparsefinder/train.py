@@ -4,11 +4,10 @@ For query i with gold keys P and as many other keys N, drawn at random,
 
     loss_i = max(0, margin + sum_P |q'_i - k'_j|^2 - sum_N |q'_i - k'_j|^2)
 
-(Treviso et al., arXiv 2109.12188, section 3.2; the hinge is on the sums). With signs s_ij = 1 on P and -|P| / |N| on N
-that add up to zero, |q'_i|^2 cancels and `loss_i = max(0, margin + sum_j s_ij |k'_j|^2 - 2 q'_i . sum_j s_ij k'_j)`: no
-n x n tensor carries a gradient.
+(Treviso et al., arXiv 2109.12188, section 3.2). With signs s_ij = 1 on P and -|P| / |N| on N, which add up to zero,
+`loss_i = max(0, margin + sum_j s_ij |k'_j|^2 - 2 q'_i . sum_j s_ij k'_j)`: no n x n tensor carries a gradient.
 
-The seed, the layer and the epoch determine all random numbers of an epoch. A finished layer is one safetensors file.
+A finished layer is one safetensors file.
 """
 
 import hashlib
@@ -81,9 +80,8 @@ def learn(
 ) -> tuple[Tensor, Losses]:
     """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and the losses.
 
-    Adam on the mean loss of all queries and heads. With `held_out` sequences the maps are those of the epoch with the
-    least loss there, and `patience` epochs without a smaller one end it. `done` is called with the number of sequences
-    of every batch. `folder`: for the file of the layer.
+    Adam on the mean loss of all queries and heads. `done` is called with the number of sequences of every batch.
+    `folder`: for the file of the layer.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     path = None if folder is None else folder / _name(capture, held_out, layer, settings)
@@ -174,10 +172,7 @@ def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.G
 
 
 def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys (B, Hq, N, D) float32, a row of keys for every query head; the gold edges and the visible pairs.
-
-    Padded queries have no gold edges.
-    """
+    """Queries and keys (B, Hq, N, D) float32; the gold edges, none of padded queries; and the visible pairs."""
     x = problem_of(call)
     query, key = x.query.float(), x.key.float().repeat_interleave(x.gqa_ratio, 1)
     seen = visible(x, 0, x.queries)
@@ -191,8 +186,8 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
     """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
 
-    `gold` and the visible pairs `seen`: bool (B, H, N, M), broadcast. A row has as many others as gold keys. Where
-    there are fewer, each counts more; where there are none, the row is zero. Cost O(N M log M).
+    `gold` and the visible pairs `seen`: bool (B, H, N, M), broadcast. A row has as many others as gold keys, each of
+    which counts more where there are fewer. Where there are none, the row is zero. Cost O(N M log M).
     """
     others, gold_count = seen & ~gold, gold.sum(-1)
     number = torch.minimum(gold_count, others.sum(-1))

@@ -6,11 +6,11 @@ from torch.nn.functional import pad
 
 
 def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
-    """Weights with the same mean, at most d + 1 of them nonzero, on points that already had weight.
+    """Weights with the same sum and mean, at most d + 1 of them nonzero, on points that already had weight.
 
-    Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round, one pass over a row's n points, splits
-    them into g > d + 1 groups, replaces each by its weight and its mean, reduces the groups to d + 1 (`_reduce`),
-    scales the weights in a group by the change of the group's weight, and drops the empty groups.
+    A round, one pass over a row's n points, splits them into g > d + 1 groups, replaces each by its weight and its
+    mean, reduces the groups to d + 1 (`_reduce`), scales the weights in a group by the change of the group's weight,
+    and drops the empty groups.
 
     Args:
         weights: (R, N) float64, non-negative.
@@ -54,10 +54,9 @@ def _reduce(weights: Tensor, points: Tensor) -> Tensor:
     that row. Z stays orthonormal, so rounding does not build up, and no pivot can be small.
     """
     rows, groups, d = points.shape
-    ones = points.new_ones(rows, groups, 1)
     # The scale of the points does not change the moves; it keeps the column of ones significant beside large values.
     scale = points.abs().amax((1, 2), keepdim=True)
-    system = torch.cat([ones, points / torch.where(scale > 0, scale, 1.0)], -1)
+    system = torch.cat([torch.ones_like(points[..., :1]), points / torch.where(scale > 0, scale, 1.0)], -1)
     # The last columns of a complete QR are orthogonal to all columns of the system whatever its rank.
     basis = torch.linalg.qr(system, mode="complete").Q[..., d + 1 :].mT.contiguous()
     weights = weights.clone()

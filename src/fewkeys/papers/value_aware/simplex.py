@@ -1,16 +1,16 @@
 """The point of a small polytope that is nearest to zero: the re-fit inside every value-aware solver.
 
-`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once, by Wolfe's method (Finding the nearest point in a
-polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back to the
-boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
+`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1` by Wolfe's method (Finding the nearest point in a polytope, 1976): keep
+a set of active points, solve for the nearest point of the plane through them, step back to the boundary when a weight
+turns negative, and bring in the point that lies furthest towards zero.
 """
 
 import torch
 from torch import Tensor
 
 RIDGE = 1e-14
-"""Added to the Gram matrix of the active points, relative to its diagonal, so that duplicates factorise. It is the
-rounding of the matrix itself; iterative refinement would amplify that for thin polytopes."""
+"""Added to the Gram matrix of the active points, relative to its diagonal, so that duplicates factorise: the rounding
+of the matrix itself."""
 
 
 def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
@@ -22,9 +22,8 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
         start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero.
 
     Returns:
-        (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or
-        when rounding stops the descent. Cost per row and step, one for each point that becomes active or inactive: a
-        Cholesky factorisation of size min(S, d + 2), and 2 S d.
+        (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or when
+        rounding stops the descent. Cost per row and step: a Cholesky factorisation of size min(S, d + 2), and 2 S d.
     """
     rows, count, _ = points.shape
     scale = points.square().sum(-1).masked_fill(~allowed, 0.0).amax(1)
@@ -58,18 +57,17 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
         step, removed = torch.where(blocked, weights / (weights - goal).clamp_min(1e-300), torch.inf).min(1)
         solved = ~blocked.any(1)
         weights = torch.lerp(weights, goal, torch.where(solved, 1.0, step.clamp_max(1.0))[:, None]).clamp_min(0.0)
-        stepping_back = ~solved
-        weights[all_rows[stepping_back], removed[stepping_back]] = 0.0
-        active[all_rows[stepping_back], removed[stepping_back]] = False
+        ended_at = all_rows[~solved], removed[~solved]
+        weights[ended_at], active[ended_at] = 0.0, False
         weights = weights / weights.sum(1, keepdim=True)
     result[todo[~finished]] = weights[~finished]
     return result
 
 
 def plane(points: Tensor, active: Tensor) -> Tensor:
-    """Weights of sum one, of either sign, on the active points, whose combination is nearest to zero: (R, S).
+    """Weights of sum one, of either sign, on the active points, at most d + 2, nearest to zero when combined: (R, S).
 
-    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. Of more than d + 2 points only as many are active.
+    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`.
     """
     slots = points.shape[2] + 2
     if slots < points.shape[1]:
@@ -88,14 +86,13 @@ def factorise(points: Tensor, active: Tensor) -> Tensor:
     size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)
     size = torch.where(size > 0, size, 1.0)[:, None, None]
     gram = gram / size + (active[:, :, None] & active[:, None, :])
-    # A diagonal of ones away from the active points; a ridge that grows only for the rows that need it on them.
-    plain = torch.where(active, RIDGE, 1.0)
-    factor: Tensor
-    factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(plain))
+    # A diagonal of ones away from the active points; on them a ridge that grows only for the rows that need it.
     ridge = RIDGE
+    factor: Tensor
+    factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(torch.where(active, ridge, 1.0)))
     while bool(info.any()) and ridge < 1e-6:
         ridge *= 100
         failed = info > 0
-        plain = torch.where(active[failed], ridge, 1.0)
-        factor[failed], info[failed] = torch.linalg.cholesky_ex(gram[failed] + torch.diag_embed(plain))
+        diagonal = torch.diag_embed(torch.where(active[failed], ridge, 1.0))
+        factor[failed], info[failed] = torch.linalg.cholesky_ex(gram[failed] + diagonal)
     return factor

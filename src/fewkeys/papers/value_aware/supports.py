@@ -1,6 +1,6 @@
 """The search for the r values to combine, for `value_aware` where no exact method is known.
 
-All solvers work on the rows of one head and choose only the indices of a `Fit`: `refit` finds the best weights.
+Solvers work on the rows of one head and choose the indices of a `Fit`: `refit` finds the best weights.
 """
 
 from functools import reduce
@@ -44,10 +44,9 @@ def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
 
 def better(first: Fit, second: Fit) -> Fit:
     """Row by row the fit that is closer; the first on a tie, the second where an error is NaN."""
-    wins = ~(first.error <= second.error)
-    indices = torch.where(wins[:, None], second.indices, first.indices)
-    weights = torch.where(wins[:, None], second.weights, first.weights)
-    return Fit(indices, weights, torch.where(wins, second.error, first.error))
+    wins = first.error <= second.error
+    indices, weights = (torch.where(wins[:, None], a, b) for a, b in zip(first[:2], second[:2], strict=True))
+    return Fit(indices, weights, torch.where(wins, first.error, second.error))
 
 
 def nearest(rows: Mixtures) -> Fit:
@@ -69,9 +68,9 @@ def extend(rows: Mixtures, fit: Fit) -> Fit:
     output = (fit.weights[:, None] @ rows.points[fit.indices])[:, 0]
     gain, move = _gain(rows.points, output[:, None], (output - rows.target)[:, None])
     gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.indices, -torch.inf)
-    new = gain.argmax(1, keepdim=True)
+    best, new = gain.max(1, keepdim=True)
     # If every visible value is in use, the slot has weight zero.
-    move = move[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
+    move = move[:, 0].gather(1, new).masked_fill(best.isneginf(), 0.0)
     start = torch.cat([fit.weights * (1 - move), move], 1)
     return refit(rows, torch.cat([fit.indices, new], 1), start)
 
@@ -85,16 +84,14 @@ def greedy(rows: Mixtures, r: int) -> Fit:
 
 
 def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Indices and feasible weights of 2..r values by size, each set inside the next larger one, by elimination
-    continued from the Caratheodory solution.
+    """Indices and feasible weights of 2..r values by size, by elimination from the Caratheodory solution.
 
     Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
     inverse of the Gram matrix on weights of sum zero, the squared error grows by `w_a^2 / P_aa`. P itself follows by
     a rank-one downdate.
     """
-    count = rows.points.shape[0]
-    dense = caratheodory(rows.weights, rows.points)
-    weights, index = dense.topk(min(count, rows.points.shape[1] + 1), 1)
+    count, dim = rows.points.shape
+    weights, index = caratheodory(rows.weights, rows.points).topk(min(count, dim + 1), 1)
     active = weights > 0
     weights = weights / weights.sum(1, keepdim=True)
     inverse = _constrained_inverse(rows.points[index] - rows.target[:, None], active)
@@ -124,10 +121,10 @@ def eliminate(rows: Mixtures, r: int) -> Fit:
 
 
 def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
-    """Swap one value for another while that helps.
+    """Swap one value for another while that helps. Memory O(R r N).
 
     A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
-    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted. Memory O(R r N).
+    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted.
     """
     count, slots = rows.points.shape[0], fit.indices.shape[1]
     if count <= slots:
@@ -175,23 +172,22 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     guess, pair = value.topk(tries, 1, largest=False)
     best = fit
     for t in range(tries):
-        out, new = pair[:, t] // count, pair[:, t : t + 1] % count
-        possible = guess[:, t : t + 1].isfinite()
+        swap, possible = pair[:, t : t + 1], guess[:, t : t + 1].isfinite()
+        out, new = swap[:, 0] // count, swap % count
         hot = torch.nn.functional.one_hot(out, slots).bool() & possible
-        step = move.flatten(1).gather(1, pair[:, t : t + 1])
-        start = without[torch.arange(out.numel(), device=out.device), out] * (1 - step)
-        start = torch.where(hot, step, start)
+        step = move.flatten(1).gather(1, swap)
+        start = torch.where(hot, step, without[torch.arange(len(out), device=out.device), out] * (1 - step))
         index = torch.where(hot, new, fit.indices)
         best = better(best, refit(rows, index, torch.where(possible, start, fit.weights)))
     return best
 
 
 def search(rows: Mixtures, r: int) -> Fit:
-    """The best of all solvers for every size up to r, each size starting from the previous one.
+    """The best of all solvers for every size up to r.
 
     The candidates of size k are the solution of size k - 1 with one more slot, the elimination with k left, and the k
     largest weights, so the error never increases with r. `exchange` improves the best; with few keys, where a bad local
-    optimum costs more since a value has no near neighbours, every candidate.
+    optimum costs more, every candidate.
     """
     fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
@@ -207,7 +203,7 @@ def search(rows: Mixtures, r: int) -> Fit:
 def _gain(points: Tensor, output: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """The decrease of the squared error by the best step from `output` (R, a, d) to each point, and that step's length.
 
-    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1]. Two (R, a, N) tensors.
+    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1].
     """
     along = (output * error).sum(-1, keepdim=True) - error @ points.mT
     length = points.square().sum(-1) - 2 * (output @ points.mT) + output.square().sum(-1, keepdim=True)
@@ -221,6 +217,6 @@ def _constrained_inverse(points: Tensor, active: Tensor) -> Tensor:
     size = (points.square().sum(2) * active).amax(1)
     full = torch.cholesky_inverse(factorise(points, active)) / torch.where(size > 0, size, 1.0)[:, None, None]
     full = full * (active[:, :, None] & active[:, None, :])
-    sums = full.sum(2)
-    total = sums.sum(1)
-    return full - sums[:, :, None] * sums[:, None] / torch.where(total > 0, total, 1.0)[:, None, None]
+    sums = full.sum(2, keepdim=True)
+    total = sums.sum(1, keepdim=True)
+    return full - sums * sums.mT / torch.where(total > 0, total, 1.0)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import check_count, check_finite
+from fewkeys.core.validation import check_count, check_finite, describe
 from fewkeys.papers.value_aware import supports
 from fewkeys.papers.value_aware.caratheodory import caratheodory
 from fewkeys.papers.value_aware.supports import Fit, Mixtures
@@ -26,7 +26,7 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
     """The r largest weights of every row, put back on the simplex.
 
     Args:
-        weights: (..., N), non-negative rows that sum to one (attention weights).
+        weights: (..., N), non-negative rows that sum to one.
         r: largest number of nonzeros per row, at least 1.
         form: "renormalised": `b_j = a_j / sum_S a`, which keeps proportions. "projected":
             `b_j = a_j + (1 - sum_S a) / |S|`, the Euclidean projection onto the simplex over S, which is the l2-best
@@ -46,14 +46,12 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
     if form not in ("renormalised", "projected"):
         raise ValueError(f"form: expected 'renormalised' or 'projected', got {form!r}")
     top = weights.topk(min(r, weights.shape[-1]), -1)
-    values = top.values
-    total = values.sum(-1, keepdim=True)
+    values, total = top.values, top.values.sum(-1, keepdim=True)
     if form == "renormalised":
         values = values / torch.where(total > 0, total, 1.0)
     else:
-        positive = values > 0
-        added = (1 - total) / positive.sum(-1, keepdim=True).clamp_min(1)
-        values = torch.where(positive, values + added, values)
+        added = (1 - total) / (values > 0).sum(-1, keepdim=True).clamp_min(1)
+        values = torch.where(values > 0, values + added, values)
     return torch.zeros_like(weights).scatter(-1, top.indices, values)
 
 
@@ -65,24 +63,24 @@ def value_aware(
     `argmin ||sum_j a_j v_j - sum_j b_j v_j||` over `b >= 0, sum b = 1, at most r nonzero`. With rho the dimension of
     the smallest plane that holds a head's values (rho <= Dv and rho < N):
 
-    - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem; `caratheodory`);
+    - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem);
     - `r = 1`: exact, the value nearest to the output;
-    - between: NP-hard in general. "auto" is the best, row by row, of greedy growth and of elimination continued from
-      the Caratheodory solution, both improved by pairwise exchanges, with the best weights for every support tried.
+    - between: NP-hard in general. "auto" is the best, row by row, of greedy growth and of elimination from the
+      Caratheodory solution, both improved by pairwise exchanges, with the best weights for every support tried.
 
     The result is never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
 
     Args:
-        weights: (..., Nq, N), rows on the simplex (attention weights). Rows of zeros stay zero.
+        weights: (..., Nq, N), rows on the simplex. Rows of zeros stay zero.
         values: (..., N, Dv); its leading dimensions broadcast to those of weights.
         r: largest number of nonzeros per row, at least 1.
         method: "auto", or for the sizes between one solver alone: "greedy" or "eliminate".
         mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight. Default: every key, also
-            those with weight zero, so give the causal or padding mask where there is one.
+            those with weight zero, so give the causal or padding mask.
 
     Returns:
-        (..., Nq, N) in the dtype of weights. Computed in float64, rounded once. Cost per row: exact O(N Dv + Dv^3 log(N
-        / Dv)); between, "auto" O(r (N Dv r + r^3)) times a constant near 20. Memory: the input and one block of rows.
+        (..., Nq, N) in the dtype of weights, computed in float64. Cost per row: exact `O(N Dv + Dv^3 log(N / Dv))`;
+        between, "auto" O(r (N Dv r + r^3)) times a constant near 20. Memory: the input and one block of rows.
 
     Raises:
         TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False, an
@@ -135,12 +133,11 @@ def _plane_coordinates(points: Tensor) -> Tensor:
     """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean: (N, rho).
 
     All distances stay. Centring keeps a common offset from drowning the differences. rho counts the singular values
-    above 1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero. The error this makes is as small.
+    above 1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero.
     """
-    centred = points - points.mean(0)
+    left, sizes, _ = torch.linalg.svd(points - points.mean(0), full_matrices=False)
     # The rounding of the subtraction is relative to the points, not to the differences.
     size = points.abs().amax() * math.sqrt(points.numel())
-    left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
     floor = max(1e-13 * math.sqrt(max(points.shape)) * float(sizes[0]), 1e-15 * float(size))
     # Identical values keep one coordinate, so that solvers need not handle points without coordinates.
     rho = max(1, int((sizes > floor).sum()))
@@ -149,11 +146,10 @@ def _plane_coordinates(points: Tensor) -> Tensor:
 
 
 def _checked(weights: Tensor, values: Tensor) -> Tensor:
-    """The values of every head. Refuses weights that are not rows on the simplex or zero, and values of other keys."""
+    """The values of every head."""
     for name, tensor, shape in (("weights", weights, "(..., Nq, N)"), ("values", values, "(..., N, Dv)")):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected a floating tensor {shape}, got {got}")
+            raise TypeError(f"{name}: expected a floating tensor {shape}, got {describe(tensor)}")
         if tensor.ndim < 2 or 0 in tensor.shape:
             raise ValueError(f"{name}: expected a non-empty tensor {shape}, got shape {tuple(tensor.shape)}")
     if values.shape[-2] != weights.shape[-1]:
@@ -185,17 +181,15 @@ def _checked(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _checked_mask(mask: Tensor, weights: Tensor) -> Tensor:
-    """The mask in the shape of weights. Refuses one that hides weight."""
+    """The mask in the shape of weights."""
     shape = tuple(weights.shape)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask: expected a bool tensor that broadcasts to weights {shape}, got {got}")
+        raise TypeError(f"mask: expected a bool tensor that broadcasts to weights {shape}, got {describe(mask)}")
     try:
         visible = mask.expand(shape)
     except RuntimeError:
-        raise ValueError(
-            f"mask: expected a shape that broadcasts to weights {shape}, got {tuple(mask.shape)}"
-        ) from None
+        got = tuple(mask.shape)
+        raise ValueError(f"mask: expected a shape that broadcasts to weights {shape}, got {got}") from None
     if bool((weights.masked_fill(visible, 0.0) > 0).any()):
         raise ValueError(
             "mask: expected True wherever weights are positive, got weight on hidden keys; mask the scores"
