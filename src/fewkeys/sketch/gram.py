@@ -1,7 +1,7 @@
 """Gram matrices of rows, and their inverse roots: the linear algebra of all scores of keys.
 
-Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled. `root64` first scales them to norms near one,
-by powers of two, which do not round: columns of very different size cost no accuracy.
+Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled. `root64` first scales them to norms near one by
+powers of two: columns of very different size cost no accuracy.
 """
 
 import torch

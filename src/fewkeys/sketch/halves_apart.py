@@ -3,8 +3,8 @@
 All processes get the same sample of every set, so the same direction, and find the median score by radix selection. The
 traffic for each of `count` sets is about twice `SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
 
-Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the order of all rows, the first runs of all
-processes come before the second ones. A label (R, G, m) is the set of every row of this process.
+Rows are (R, G, m, F) with G runs, such as the queries of G query heads: the first runs of all processes come before the
+second ones. A label (R, G, m) is the set of every row of this process.
 """
 
 import torch

@@ -31,10 +31,7 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
 
 
 def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The queries (Hq, S, D) and the keys (Hq, S, D) of at most `count` random gold edges of every head, float32.
-
-    All heads get the same number. Cost O(n^2 D), memory 2^24 pairs.
-    """
+    """The queries and the keys (Hq, S, D) of S <= `count` random gold edges of every head, float32. Cost O(n^2 D)."""
     draw, ends = generator(seed, layer, "edges"), _Sample(count, capture.query_heads, 2 * capture.head_dim)
     for call in capture.calls(layer):
         for piece in pieces(call):
@@ -67,10 +64,7 @@ class _Sample:
 
 
 def joined(tokens: Sequence[Tensor], ends: Sequence[Tensor], clusters: Sequence[Tensor], lift: float) -> Joined:
-    """The pairs of clusters to join, from samples of tokens and of the ends of gold edges.
-
-    Each of queries and of keys: tokens (H, S, r), ends (H, E, r), clusters (H, C, r).
-    """
+    """The clusters to join, from tokens (H, S, r), ends of gold edges (H, E, r) and clusters (H, C, r), by side."""
     heads, count, _ = clusters[0].shape
 
     def labels(rows: Sequence[Tensor]) -> list[Tensor]:

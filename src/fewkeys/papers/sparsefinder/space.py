@@ -41,7 +41,7 @@ class Fitted(Learned, listed=False):
 
     @property
     def size(self) -> int:
-        """The number of values for each head, of one dimension where dimensions stand alone."""
+        """The number of values for each head."""
         return self._first.shape[3 - self.rank_axis]
 
     @property

@@ -47,11 +47,11 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
 
 
 def _reduce(weights: Tensor, points: Tensor) -> Tensor:
-    """One row's g weights to at most d + 1, with sum and mean kept: weights (R, g), points (R, g, d) -> (R, g).
+    """At most d + 1 of g weights, with sum and mean kept: weights (R, g), points (R, g, d) -> (R, g).
 
-    The rows of Z, (g - d - 1, g), are an orthonormal basis of moves that change neither sum nor mean. Walk along the
-    first until a weight is zero; reflect Z (Householder) so that only its first row still moves that weight; drop
-    that row. Z stays orthonormal, so rounding does not build up, and no pivot can be small.
+    The rows of Z, (g - d - 1, g), are an orthonormal basis of moves that change neither. Walk along the first until a
+    weight is zero; reflect Z (Householder) so that only its first row still moves that weight; drop that row. Z stays
+    orthonormal, so rounding does not build up, and no pivot can be small.
     """
     rows, groups, d = points.shape
     # The scale of the points does not change the moves; it keeps the column of ones significant beside large values.
