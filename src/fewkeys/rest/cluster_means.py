@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
@@ -39,8 +40,8 @@ class ClusterMeans(CountedRest):
     `(1 + sqrt(r)) max |v|`. Other weights have plain means, and no rank.
 
     `cohorts` H > 1: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own stand-ins, by its own
-    importance, with t = 0.8 (`fewkeys.sketch.tilted`), beside `Outliers` of as many cohorts. Cost O(n H (D + Dv))
-    besides; `Softmax` only.
+    importance, with t = 0.8 (`fewkeys.sketch.tilted`), beside `Outliers` of as many cohorts and `Window`. Cost
+    O(n H (D + Dv)) besides; `Softmax` only.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c. Gradients flow through
     the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are choices and carry none.
@@ -89,42 +90,58 @@ class ClusterMeans(CountedRest):
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | CohortStandIns:
         if self.cohorts > 1:
             return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
-        x, totals, is_tilted = inputs, inputs.whole.totals, isinstance(weights, Softmax)
-        parts = clusters(x, self.count)
-        label = parts.label
-        with constants():
-            share = unkept(x, graph)
-            if is_tilted:
-                log_e = TILT * (key_statistics(x).importance - parts.importance.gather(-1, label))
-                share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
-            mass = totals.sum(share.new_zeros(parts.importance.shape).scatter_add_(-1, label, share))
-            mass = at_least_tiny(mass).unsqueeze(-1)
-        args = x.key, x.value, label, share, self.count
-        if self.rank:
-            key_sum, value_sum, products = sums_and_products(*args, frame(x).mean, x.impl)
-        else:
-            key_sum, value_sum = label_sums(*args, x.impl)
-        mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
-        if not is_tilted:
-            return StandIns(mean_key, mean_value, label, share)
-        units, moments = frame(x), query_moments(x)
-        with constants():
-            offset = mean_key - units.mean
-            bias = (TILT * (parts.importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
-        if not self.rank:
-            return StandIns(mean_key, mean_value, label, share, bias)
+        parts = clusters(inputs, self.count)
+        return represent(inputs, graph, weights, parts.label, self.count, parts.importance, self.rank)
 
-        # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never stored.
-        between = product((mass * (mean_key - units.mean)).mT, mean_value)
-        pooled = (totals.sum(products) - between) / mass.sum(-2, keepdim=True)
-        with constants():
-            square = torch.linalg.vector_norm(offset @ units.root, dim=-1).square()
-            energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * key_statistics(x).spread)
-            factor = spread_factor(totals.sum(energy) / mass.squeeze(-1), square, mass.squeeze(-1))
-            covariance = moments.second - moments.mean.mT @ moments.mean
-            reference = TILT * (moments.mean + offset @ covariance)
-        left, right, bounds, moved = first_order(
-            pooled, moments.second, self.rank, TILT * moments.mean, reference, units.unit
-        )
-        value = mean_value - factor.unsqueeze(-1) * moved
-        return StandIns(mean_key, value, label, share, bias, left, right, factor, bounds=bounds)
+
+def represent(
+    inputs: Inputs,
+    graph: Graph,
+    weights: Weights,
+    label: Tensor,
+    count: int,
+    importance: Tensor | None = None,
+    rank: int = 0,
+) -> StandIns:
+    """The stand-ins of `ClusterMeans` for any partition of the keys.
+
+    `label` (B, Hkv, Nk): the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count): the mean
+    importance g_c, which `Softmax` needs for other than plain means.
+    """
+    x, totals = inputs, inputs.whole.totals
+    if not isinstance(weights, Softmax):
+        importance = None
+    with constants():
+        share = unkept(x, graph)
+        if importance is not None:
+            log_e = TILT * (key_statistics(x).importance - importance.gather(-1, label))
+            share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+        mass = totals.sum(share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share))
+        mass = at_least_tiny(mass).unsqueeze(-1)
+    args = x.key, x.value, label, share, count
+    if rank:
+        key_sum, value_sum, products = sums_and_products(*args, frame(x).mean, x.impl)
+    else:
+        key_sum, value_sum = label_sums(*args, x.impl)
+    mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
+    if importance is None:
+        return StandIns(mean_key, mean_value, label, share)
+    units, moments = frame(x), query_moments(x)
+    with constants():
+        offset = mean_key - units.mean
+        bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
+    if not rank:
+        return StandIns(mean_key, mean_value, label, share, bias)
+
+    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never stored.
+    between = product((mass * (mean_key - units.mean)).mT, mean_value)
+    pooled = (totals.sum(products) - between) / mass.sum(-2, keepdim=True)
+    with constants():
+        square = torch.linalg.vector_norm(offset @ units.root, dim=-1).square()
+        energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * key_statistics(x).spread)
+        factor = spread_factor(totals.sum(energy) / mass.squeeze(-1), square, mass.squeeze(-1))
+        covariance = moments.second - moments.mean.mT @ moments.mean
+        reference = TILT * (moments.mean + offset @ covariance)
+    left, right, bounds, moved = first_order(pooled, moments.second, rank, TILT * moments.mean, reference, units.unit)
+    value = mean_value - factor.unsqueeze(-1) * moved
+    return StandIns(mean_key, value, label, share, bias, left, right, factor, bounds=bounds)
