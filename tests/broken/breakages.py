@@ -359,6 +359,13 @@ BREAKAGES = (
         (PREPARED,),
     ),
     Breakage(
+        "threads that are late: one late start is enough",
+        "native/team.h",
+        "again = std::min(late, last.at(now));",
+        "again = late;",
+        (Law("kernels/test_native", "late_twice"),),
+    ),
+    Breakage(
         "the smallest of many numbers: one too many",
         "native/cohorts.h",
         "if (below == rank) {",

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -422,13 +423,16 @@ def late():
 
 
 def test_threads_that_come_late_twice_are_not_waited_for_again(late, monkeypatch):
-    """What the caller alone has done in less time than they were late is done, and to the same bits."""
+    """What the caller alone has done in less time than they were late is done, and to the same bits. Late once is no
+    reason.
+    """
     q, k, v = (torch.randn(1, 2, 600, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    while len(late) < 2:  # a busy machine's own threads may have come late before
-        first = native.largest(q, k, v)
-    assert native.largest(q, k, v) == first == [float(rows.abs().max()) for rows in (q, k, v)]
-    assert late == [2, 2]
+    time.sleep(3)  # until it is forgotten how late a busy machine's own threads were
+    largest = [float(rows.abs().max()) for rows in (q, k, v)]
+    for calls in ([2], [2, 2], [2, 2]):
+        assert native.largest(q, k, v) == largest
+        assert late == calls
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
