@@ -39,10 +39,9 @@ class Block(AttentionInputs):
 
     @property
     def past(self) -> Tensor:
-        """(N, Nk) marks the keys that a query sees."""
+        """(N, Nk) marks the keys that a causal query sees."""
         size = (self.query.shape[2], self.key.shape[2])
-        seen = torch.ones(size, dtype=torch.bool, device=self.query.device)
-        return seen.tril(self.query_offset) if self.is_causal else seen
+        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,13 @@ def exact(block: Block, eps: float) -> Exact:
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
     if (bias := block.bias) is not None:
         weights += bias
-    past = block.past
+    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
     if block.is_causal:
+        past = block.past
         weights.masked_fill_(~past, -torch.inf)
+        visible = past.sum(-1)
     weights = weights.softmax(-1)
-    return Exact(weights, weights @ value, past.sum(-1), weights >= eps)
+    return Exact(weights, weights @ value, visible, weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:

@@ -157,6 +157,7 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
     if (bias := block.bias) is not None:
-        return bias.to(block.query.dtype).masked_fill(~block.past, -torch.inf)
+        bias = bias.to(block.query.dtype)
+        return bias.masked_fill(~block.past, -torch.inf) if block.is_causal else bias
     # The fused causal kernel requires that query 0 stands at key 0.
     return block.past if block.is_causal and block.query_offset else None
