@@ -1,15 +1,16 @@
 """Statistics of keys whose token axis is split over ranks.
 
 A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends D x D
-numbers, however many keys there are, and for `|s|^p` about as many at every step of the Lewis weights.
+numbers, however many keys there are; for `|s|^p` a D x D matrix and a few numbers per head for every step of the Lewis
+weights.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_real
 from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
 from fewkeys.distributed.communicator import Communicator, communicator
@@ -17,13 +18,14 @@ from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
 
-def leverage_scores(
-    key: Tensor, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
-) -> Tensor:
+
+def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None) -> Tensor:
     """The scores of this rank's keys against the keys of all ranks.
 
-    A collective, with the same arguments on every rank apart from `key`.
+    A collective: every rank of the group calls it, with the same arguments apart from `key`.
 
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
@@ -40,20 +42,26 @@ def leverage_scores(
         by at most 1e-6: their bound counts only where its own rounding is below that.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials. Cost
-        O(N_local D^2) and as many steps as in one process.
+        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m
+        monomials. Cost O(N_local D^2) and as many steps as in one process.
 
     Raises:
-        TypeError, ValueError: on every rank, for malformed arguments of one, and for arguments that differ.
+        TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ.
         RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting.
     """
-    return _bounds("leverage_scores", key, power, group).to(working_dtype(key.dtype))
+    comm = communicator(group)
+    call = "leverage_scores"
+    with checking(comm, call):
+        rows = check_shard(comm, key)
+        power = check_real("power", power, above=0.0)
+    check_tokens(agree(comm, call, {**described(key), "power": power}, key.shape[2]))
+    return sensitivity_bounds(rows, power, OverRanks(comm)).to(rows.dtype)
 
 
 def universal_set(
-    key: Tensor, eps: float, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
+    key: Tensor, eps: float, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None
 ) -> Tensor:
     """The keys of this rank that belong to the universal set of all ranks' keys.
 
@@ -71,19 +79,14 @@ def universal_set(
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the distributed setting.
     """
-    return _bounds("universal_set", key, power, group, eps) >= eps * (1 - ROUNDING)
-
-
-def _bounds(
-    call: str, key: Tensor, power: float, group: dist.ProcessGroup | Communicator | None, eps: float = 0.5
-) -> Tensor:
-    """The scores of this rank's keys, float64. The default `eps` is for calls without one."""
     comm = communicator(group)
+    call = "universal_set"
     with checking(comm, call):
         rows = check_shard(comm, key)
-        same = {"eps": check_real("eps", eps, above=0.0, below=1.0), "power": check_real("power", power, above=0.0)}
-    check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
-    return sensitivity_bounds(rows, same["power"], OverRanks(comm))
+        eps = check_real("eps", eps, above=0.0, below=1.0)
+        power = check_real("power", power, above=0.0)
+    check_tokens(agree(comm, call, {**described(key), "eps": eps, "power": power}, key.shape[2]))
+    return sensitivity_bounds(rows, power, OverRanks(comm)) >= eps * (1 - ROUNDING)
 
 
 def described(key: Tensor) -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 @dataclass
 class _Scorer:
-    """Scores candidates layer by layer, and stores the scores in a folder for interrupted runs."""
+    """Scores candidates layer by layer, and stores the scores in a folder so that an interrupted run can continue."""
 
     capture: Capture
     folder: Path | None
@@ -166,28 +166,36 @@ class _Scorer:
         return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
 
     def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
-        def run() -> Scores:
-            return score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
-
-        if self.folder is None:
-            return run()
-        # The name holds a digest of all that the scores depend on.
-        facts = [self.capture.digest(layer), self.seed, torch.__version__, *(c.plan.to_dict() for c in candidates)]
-        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-        path = self.folder / f"scores-{layer:03d}-{name}.safetensors"
-        try:
-            _, tensors = tensor_files.read(path, KIND)
-            form = Form((self.capture.kv_heads, len(candidates)), torch.float64)
-            tensor_files.check(tensors, dict.fromkeys(Scores._fields, form))
-        except (OSError, ValueError):  # no such file, or it is not whole
-            scores = run()
-            self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(layer, candidates)
+        if path is not None and (stored := _read(path, (self.capture.kv_heads, len(candidates)))) is not None:
+            self._step(layer, len(candidates) * self.capture.batches)
+            return stored
+        scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             tensor_files.write(path, KIND, {}, scores._asdict())
-            return scores
-        self._step(layer, len(candidates) * self.capture.batches)
-        return Scores(**tensors)
+        return scores
 
     def _step(self, layer: int, amount: int = 1) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
+
+    def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
+        """The file of a layer's scores: its name holds a digest of all that they depend on."""
+        if self.folder is None:
+            return None
+        facts: list[Any] = [self.capture.digest(layer), self.seed, torch.__version__]
+        facts += [candidate.plan.to_dict() for candidate in candidates]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        return self.folder / f"scores-{layer:03d}-{name}.safetensors"
+
+
+def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
+    """The scores in a file, None where there is no such file or it is not whole."""
+    try:
+        _, tensors = tensor_files.read(path, KIND)
+        tensor_files.check(tensors, dict.fromkeys(Scores._fields, Form(shape, torch.float64)))
+    except (OSError, ValueError):
+        return None
+    return Scores(**tensors)

@@ -82,7 +82,7 @@ class Sketched:
         for name in ("normalizers", "scores", "numerators"):
             if (value := getattr(self, name)) is not None:
                 check_real(f"Sketched {name}", value, above=0.0, below=1.0)
-        if (self.normalizers, self.scores, self.numerators) == (None, None, None):
+        if self.normalizers is None and self.scores is None and self.numerators is None:
             raise ValueError("Sketched: expected an error for normalizers, scores or numerators, got none; give one")
         check_real("Sketched failure", self.failure, above=0.0, below=1.0)
         if self.projection not in PROJECTIONS:
