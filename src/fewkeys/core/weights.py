@@ -1,4 +1,7 @@
-"""The rules that turn scores into weights: `A_ij = f(s_ij) / sum_l f(s_il)`, except for `Entmax`."""
+"""The rules that turn scores into weights: `A_ij = f(s_ij) / sum_l f(s_il)`, except for `Entmax`.
+
+`Entmax` subtracts a threshold that depends on the whole row, so stand-ins cannot enter a sum.
+"""
 
 import math
 from abc import ABC, abstractmethod

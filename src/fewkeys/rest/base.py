@@ -70,8 +70,9 @@ class CohortStandIns(Fields):
 
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
-    where size_hc counts the keys of the cluster outside the cohort's list. Under a bias of distances a key counts
-    exp(bias) times. Value and first-order term are those of `StandIns`.
+    where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
+    takes an equal part. Under a bias of distances a key counts exp(bias) times. Value and first-order term are those of
+    `StandIns`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64.
     First order: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor (B, Hkv, H, C), bounds (B, Hkv, H, 2, r).
@@ -259,6 +260,9 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
 
 
 def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
-    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`."""
+    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`.
+
+    It has the size of the values, whatever the scores: no precision is lost by cancellation.
+    """
     middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
     return (along - middle).clamp(-reach, reach)

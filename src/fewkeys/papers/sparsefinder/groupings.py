@@ -259,8 +259,8 @@ class BlockClusters(Selector):
     nearest centroid (version 2). They take the place of BigBird's random blocks, beside its window of `window` blocks,
     an odd number. `project`: the space in which `centroids` were fitted; None: q and k as they are.
 
-    Not causal. Cost O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per
-    query.
+    Not causal: a block's mean has all its tokens. Cost O(n r (D + centroids / size)) to choose, at most
+    `size window + top size` keys a centroid per query.
     """
 
     size: int

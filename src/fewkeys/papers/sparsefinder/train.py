@@ -80,8 +80,9 @@ def learn(
 ) -> tuple[Tensor, Losses]:
     """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and the losses.
 
-    Adam on the mean loss of all queries and heads. `done` is called with the number of sequences of every batch.
-    `folder`: for the file of the layer.
+    Adam on the mean loss of all queries and heads. With `held_out` sequences the maps are those of the epoch with the
+    least loss there, and `patience` epochs without a smaller one end it. `done` is called with the number of sequences
+    of every batch. `folder`: for the file of the layer.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     path = None if folder is None else folder / _name(capture, held_out, layer, settings)

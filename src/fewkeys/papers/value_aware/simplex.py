@@ -10,7 +10,7 @@ from torch import Tensor
 
 RIDGE = 1e-14
 """Added to the Gram matrix of the active points, relative to its diagonal, so that duplicates factorise: the rounding
-of the matrix itself."""
+of the matrix itself, which iterative refinement would amplify for thin polytopes."""
 
 
 def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
