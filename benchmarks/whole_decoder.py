@@ -4,7 +4,7 @@ Random weights in float32: 30 layers, 9 query and 3 key heads of 64. `prefill`: 
 transformers' DynamicCache and with `fk.cache(model, fk.budget(256, is_causal=True))`, in turns; the fastest counts.
 `compiled`: the longest prompt with the model under `torch.compile(model, dynamic=True)` and frozen weights, both ways.
 `token`: medians of single tokens after so many others, in turns; the caches hold random keys and values, since times do
-not depend on them. Writes benchmarks/results/whole_decoder.json.
+not depend on them. `empty`: the same with an empty cache, which no attention can be faster than. Writes benchmarks/results/whole_decoder.json.
 """
 
 import argparse
@@ -58,6 +58,7 @@ def token(model: LlamaForCausalLM, context: int) -> dict[str, Any]:
         held["exact"].update(key, value, number)
         layer.calls[0].append(key, value)
     ids = torch.zeros(1, 1, dtype=torch.int64)
+    held["empty"] = DynamicCache(config=model.config)
     times = [{name: timed(model, ids, cache) for name, cache in held.items()} for _ in range(TOKENS)]
     return _row(context, {name: median(turn[name] for turn in times[4:]) for name in times[0]})
 

@@ -193,11 +193,12 @@ def _whole_decoder() -> str:
                 name.format(f"{row['tokens']:,}"),
                 *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
                 ratio(row["ratio"]),
+                ratio(row["ms"]["exact"] / row["ms"]["empty"]) if "empty" in row["ms"] else "",
             ]
             for part, name in parts.items()
             for row in results.get(part, ())
         ]
-    return table(["processor", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan"], cells)
+    return table(["processor", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan", "exact / no keys"], cells)
 
 
 def _whole_decoder_ratios() -> str:
