@@ -4,7 +4,8 @@ Random weights in float32: 30 layers, 9 query and 3 key heads of 64. `prefill`: 
 transformers' DynamicCache and with `fk.cache(model, fk.budget(256, is_causal=True))`, in turns; the fastest counts.
 `compiled`: the longest prompt with the model under `torch.compile(model, dynamic=True)` and frozen weights, both ways.
 `token`: medians of single tokens after so many others, in turns; the caches hold random keys and values, since times do
-not depend on them. `empty`: the same with an empty cache, which no attention can be faster than. Writes benchmarks/results/whole_decoder.json.
+not depend on them. `empty`: the same with an empty cache, which no attention can be faster than. Writes
+benchmarks/results/whole_decoder.json.
 """
 
 import argparse

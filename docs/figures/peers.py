@@ -47,11 +47,24 @@ def _below(name: str) -> str:
     from experiments.peers.fronts import rivals_below
 
     data = _data(name)
-    rivals = rivals_below(data["rows"], data["exact_ms"])
-    rivals_with_errors = (
-        f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in rivals.items()
-    )
-    return ", ".join(rivals_with_errors) or "none"
+    return _listed(rivals_below(data["rows"], data["exact_ms"])) or "none"
+
+
+def _listed(rivals: dict[str, list[Any]]) -> str:
+    """Rivals, each with its fastest point."""
+    fastest = ((peer, points[0]) for peer, points in rivals.items())
+    return ", ".join(f"{peer} ({point['error']:.2f} in {point['ms']:.2g} ms)" for peer, point in fastest)
+
+
+def _below_half() -> str:
+    """On how many inputs a rival has a better point with an error of at most 0.5, and which."""
+    from experiments.peers.fronts import rivals_below
+
+    lists = []
+    for name in ENCODERS:
+        rivals = rivals_below([row for row in _data(name)["rows"] if row["error"] <= 0.5], _data(name)["exact_ms"])
+        lists += [f"`{name}`: {_listed(rivals)}"] if rivals else []
+    return f"{len(lists)} of {len(ENCODERS)} inputs ({'; '.join(lists)})"
 
 
 LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}
@@ -184,6 +197,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers.openvino": _openvino,
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
+    "peers.below-half": _below_half,
     "peers.decoder": _decoder,
     "cohorts": _cohorts,
     "cohorts.of-the-oracle": _of_the_oracle,

@@ -105,6 +105,23 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
     assert sorted(path.name for path in out.parent.iterdir()) == ["vectors.npz"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_model_gives_the_same_vectors(long, folder, tmp_path, capsys, monkeypatch):
+    files = [tmp_path / name for name in ("eager.npz", "compiled.npz")]
+    assert run(long, "--out", files[0], folder) == 0
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(freezing=False):
+        assert run(long, "--out", files[1], "--compile", folder) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    eager, compiled = map(columns, files)
+    np.testing.assert_allclose(compiled["vectors"], eager["vectors"], atol=1e-5)
+    np.testing.assert_allclose(compiled["error"], eager["error"], rtol=1e-3)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-compiler"))
+    assert run(long, "--out", tmp_path / "v.npz", "--compile", folder) == 2
+    assert "--compile: expected a C++ compiler, got none; install g++" in capsys.readouterr().err
+
+
 def test_late_chunks_by_a_plan_beside_the_model(long, folder, tmp_path, capsys):
     """Its error is told, text by text; a text that the window covers has none."""
     plan = fk.Plan(fk.Window(99))

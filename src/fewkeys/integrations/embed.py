@@ -159,6 +159,24 @@ def digest(encoder: SentenceTransformer) -> str:
     return hashed.hexdigest()
 
 
+def compile_model(encoder: SentenceTransformer) -> None:
+    """Make the encoder's transformer run by `torch.compile`, once for texts of any length.
+
+    Its weights are frozen, a setting of the process: only then linear layers are oneDNN's. `ValueError` without a C++
+    compiler.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        raise ValueError("compile: expected a C++ compiler, got none; install g++, or do not compile") from None
+    config.freezing = True
+    model = unwrapped(encoder)
+    model.forward = torch.compile(model.forward, dynamic=True)
+
+
 def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
     """The prompt before the text, as `encoder.encode` chooses it. `TypeError` for what is no SentenceTransformer."""
     need("sentence_transformers", "embed")
