@@ -165,16 +165,25 @@ static inline vec logarithm(vec x) {
   return (p * r * r * r - whole * 2.12194440e-4f) - 0.5f * r * r + r + whole * 0.693359375f;
 }
 
+// The lanes `lane` of two vectors, of which the second has the lanes from LANES on. Clang compiles a loop over lanes to
+// moves of single numbers.
+template <int... lane>
+static inline vec lanes_of(vec a, vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lane...);
+#else
+  return __builtin_shuffle(a, b, ivec{lane...});
+#endif
+}
+
 // Swaps lanes i and i ^ step.
+template <int step, int... i>
+static inline vec crossed_of(vec x, std::integer_sequence<int, i...>) {
+  return lanes_of<(i ^ step)...>(x, x);
+}
 template <int step>
 static inline vec crossed(vec x) {
-#if defined(__clang__)
-  vec result;
-  for (int i = 0; i < LANES; i++) result[i] = x[i ^ step];
-  return result;
-#else
-  return __builtin_shuffle(x, count_up() ^ step);
-#endif
+  return crossed_of<step>(x, std::make_integer_sequence<int, LANES>());
 }
 
 template <int step = LANES / 2>
@@ -223,24 +232,15 @@ static inline void scale(float *to, float by, int count) {
 }
 
 // One step of a transposition: swaps the lanes of a whose bit `step` is set with the lanes of b where it is not.
+template <int step, int... i>
+static inline __attribute__((always_inline)) void exchange_of(vec &a, vec &b, std::integer_sequence<int, i...>) {
+  const vec low = lanes_of<(i & step ? LANES + i - step : i)...>(a, b);
+  b = lanes_of<(i & step ? LANES + i : i + step)...>(a, b);
+  a = low;
+}
 template <int step>
 static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
-#if defined(__clang__)
-  vec low, high;
-  for (int i = 0; i < LANES; i++) {
-    low[i] = i & step ? b[i - step] : a[i];
-    high[i] = i & step ? b[i] : a[i + step];
-  }
-#else
-  ivec from_low = {}, from_high = {};
-  for (int i = 0; i < LANES; i++) {
-    from_low[i] = i & step ? LANES + i - step : i;
-    from_high[i] = i & step ? LANES + i : i + step;
-  }
-  const vec low = __builtin_shuffle(a, b, from_low), high = __builtin_shuffle(a, b, from_high);
-#endif
-  a = low;
-  b = high;
+  exchange_of<step>(a, b, std::make_integer_sequence<int, LANES>());
 }
 
 // Transposes LANES vectors. Once unrolled, everything stays in registers.
