@@ -254,6 +254,12 @@ def _kernels() -> str:
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
+def _wheel() -> str:
+    """The time by a wheel's kernels over that by those that this machine's compiler makes."""
+    calls = read("benchmarks/results/wheel.json")["ms"]
+    return " and ".join(f"{ms['wheel'] / ms['here']:.2f}" for ms in calls.values())
+
+
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "short": _short,
@@ -283,6 +289,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu.models": _gpu("models", ("model",), (FLOAT32,)),
     "gpu.more": _gpu_more,
     "kernels": _kernels,
+    "kernels.wheel": _wheel,
     "gpu.float32": lambda: _gpu_difference(FLOAT32),
     "gpu.float64": lambda: _gpu_difference("float64"),
 }
