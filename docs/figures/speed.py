@@ -52,6 +52,7 @@ def _avx2() -> str:
 FORMS = {
     "with gradients": "cpu-backward",
     "bfloat16": "cpu-bfloat16",
+    "float16, on an AMD EPYC": "cpu-float16",
 }
 
 

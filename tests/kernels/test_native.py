@@ -17,6 +17,7 @@ from cases import PLANS, SHAPES
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs, largest_entries
+from fewkeys.cost import crossover
 from fewkeys.execute import dispatch, reference
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
@@ -288,6 +289,25 @@ def test_how_queries_measure_keys(tokens, form, dtype):
     for one, other in pairs:
         for name, part in vars(one).items():
             torch.testing.assert_close(part, getattr(other, name), rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("plan", [fk.budget(24), fk.budget(24, is_causal=True)], ids=str)
+def test_float16_is_read_as_float32(plan):
+    """As transformers stores many models. torch takes several times as long for it on a CPU."""
+    causal = plan.is_causal
+    shape = replace(SHAPES["grouped"], queries=300, keys=300)
+    rows = [part.half().transpose(1, 2).contiguous().transpose(1, 2) for part in shape.draw(dtype=torch.float32)]
+    plan, options = plan.never_exact(), {"is_causal": causal, "impl": "native"}
+    expected = fk.attention(*(part.float() for part in rows), plan=plan, **options).half()
+    assert torch.equal(fk.attention(*rows, plan=plan, **options), expected)
+    assert crossover.Setting.of(*rows, is_causal=causal).kernels == build.identity()
+    if causal:
+        streams = fk.stream(plan), fk.stream(plan)
+        for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
+            query, key, value = (part[:, :, start:stop] for part in rows)
+            by_half = streams[0].answer(query, key, value)
+            by_float = streams[1].answer(query.float(), key.float(), value.float())
+            assert torch.equal(by_half, by_float.half())
 
 
 def test_no_root_is_told():

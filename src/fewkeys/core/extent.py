@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working, working_dtype
+from fewkeys.core.precision import widened, working, working_dtype
 
 LARGEST = 40
 """log2 of the largest query, key or value: sums of 2^47 squares of them are safe in float32."""
@@ -40,13 +40,15 @@ def rescaled(
     """The problem, rescaled if it must be, and a function from its output to that of the inputs, in their dtype.
 
     The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
-    float16, whose range is less than that of scores, becomes float32. `strongest`: log2 of the largest scores.
+    float16 becomes float32: on a CPU, and where it must be rescaled, since its range is less than that of scores.
+    `strongest`: log2 of the largest scores.
     """
     x, dtype = inputs, inputs.query.dtype
+    if dtype == torch.float16 and (x.needs_rescaling or x.query.device.type == "cpu"):
+        convert = Tensor.float if x.needs_rescaling else widened
+        x = replace(x, query=convert(x.query), key=convert(x.key), value=convert(x.value), _memory={})
     if not x.needs_rescaling:
         return x, lambda output: output.to(dtype)
-    if dtype == torch.float16:
-        x = replace(x, query=x.query.float(), key=x.key.float(), value=x.value.float())
     with torch.no_grad():
         query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
         scale, power = math.frexp(x.scale)

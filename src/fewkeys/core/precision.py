@@ -15,6 +15,12 @@ def working(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """`tensor` in float32 if it is in float16 on a CPU: kernels do not read float16, and torch is slow with it."""
+    is_half = tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+    return tensor.to(torch.float32, memory_format=torch.contiguous_format) if is_half else tensor
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of `working` tensors."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.clock import clock
+from fewkeys.core.extent import rescaled
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
@@ -30,7 +31,7 @@ from fewkeys.cost.operations import answered_queries, exact_operations, plan_ope
 from fewkeys.execute import dispatch, exact, problem
 from fewkeys.execute.native import recorded
 from fewkeys.native.build import identity
-from fewkeys.native.tensors import DTYPES, is_trained
+from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.9
@@ -82,7 +83,7 @@ class Setting:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, is_biased: bool = False) -> Self:
-        kernels = identity() if query.device.type == "cpu" and query.dtype in DTYPES else "none"
+        kernels = identity() if query.device.type == "cpu" and query.dtype != torch.float64 else "none"
         facts = (query.shape[1], key.shape[1], key.shape[3], value.shape[3], torch.get_num_threads(), kernels)
         return cls(query.device, query.dtype, *facts, is_causal, is_biased, is_trained(query, key, value))
 
@@ -173,8 +174,8 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
     """
 
     def by_plan(x: Inputs) -> Tensor:
-        x = x.branch()  # it has no statistics yet
-        return recorded.attend(x, plan, lambda: dispatch.attend(problem.prepare(x, plan)))
+        x, restore = rescaled(x.branch())  # it has no statistics yet
+        return restore(recorded.attend(x, plan, lambda: dispatch.attend(problem.prepare(x, plan))))
 
     exactly = partial(exact.attend, weights=plan.weights)
 
@@ -191,7 +192,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
     half, once, twice = (setting.draw(length) for length in (crossing // 2, crossing, 2 * crossing))
     pairs = ((x.query_heads * x.keys * visible_keys(x), partial(passed, exactly, x)) for x in (half, once))
     keys = ((x.kv_heads * x.keys, partial(passed, by_plan, x)) for x in (once, twice))
-    problems = ((x, problem.prepare(x.branch(), plan)) for x in (once, twice))
+    problems = ((x, problem.prepare(rescaled(x.branch())[0], plan)) for x in (once, twice))
     queries = ((x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, p)) for x, p in problems)
     return [*pairs, *keys, *queries]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import lowered
+from fewkeys.core.precision import lowered, widened
 from fewkeys.core.validation import check_finite, check_tensor, check_valid, largest_entries
 
 
@@ -53,8 +53,10 @@ class NewTokens(NamedTuple):
 
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
-    """Copies of tokens. `ValueError` unless keys and values match each other and the kind of the tokens `before`."""
-    k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
+    """Copies of tokens, `widened`. `ValueError` unless keys and values match each other and the kind of the tokens
+    `before`.
+    """
+    k, v = (widened(lowered(check_tensor(name, rows))) for name, rows in (("key", key), ("value", value)))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
             f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "

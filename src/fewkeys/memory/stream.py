@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.extent import needs_rescaling
-from fewkeys.core.precision import full_precision, lowered, working_dtype
+from fewkeys.core.precision import full_precision, lowered, widened, working_dtype
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
 from fewkeys.memory.base import LeafType, Memory, Rules, check_leaves
@@ -35,8 +35,8 @@ def stream(plan: Plan, *, scale: float | None = None, leaves: LeafType | None = 
         plan: `KeyScan` alone, with `BlockMeans` or `Drop`: the stream keeps every key. Or `RecentBlocks` or `Window`,
             with or without `Sinks`, and with `RunningMeans` or `Drop`: its memory has a fixed size.
         scale: factor on the scores; default 1 / sqrt(D).
-        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, as they come, or "int8", with a
-            scale for each key and each value.
+        leaves: how a stream of a `KeyScan` keeps keys and values: "model", the default, as they come (float16 on a CPU
+            in float32), or "int8", with a scale for each key and each value.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
@@ -116,6 +116,7 @@ class Stream:
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
         query = lowered(check_tensor("query", query))
+        query, dtype = widened(query), query.dtype
         if self._pending is None:
             raise ValueError("query: expected tokens that were appended and not yet attended from; append them first")
         tokens = self._pending
@@ -127,7 +128,7 @@ class Stream:
             if first:
                 self._extend(None, 0.0, tokens.select(slice(None), slice(0, first)))
                 tokens = tokens.select(slice(None), slice(first, None))
-            return cast("Tensor", self._extend(query, largest, tokens))
+            return cast("Tensor", self._extend(query, largest, tokens)).to(dtype)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """`append` N tokens and `attend` from their N queries (B, Hq, N, D): the outputs (B, Hq, N, Dv).
@@ -137,10 +138,11 @@ class Stream:
         with self._undone_by_errors():
             memory = self._groups[0].memory if len(self._groups) == 1 else None
             if key_mask is None and self._pending is None and isinstance(memory, Coded):
-                output = memory.answer(query, key, value, self._scale(memory.kind.dim))
+                q, k, v = (widened(rows) if isinstance(rows, Tensor) else rows for rows in (query, key, value))
+                output = memory.answer(q, k, v, self._scale(memory.kind.dim))
                 if output is not None:
                     self._processed += 1
-                    return output
+                    return output.to(query.dtype)
             self.append(key, value, key_mask)
             return self.attend(query)
 
