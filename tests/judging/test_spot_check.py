@@ -84,8 +84,8 @@ def test_exact_attention_has_no_error_and_no_doubt(plan):
     ("form", "name", "dtype"), rotated(["grouped"], KEEPS, [torch.bfloat16, torch.float16, torch.float32])
 )
 def test_low_precision(form, name, dtype):
-    """Half-precision outputs move by their rounding, 2^-8 or 2^-11 of their size, and so does the error. In float16 they
-    are checked before they are rounded.
+    """Half-precision outputs move by their rounding, 2^-8 or 2^-11 of their size, and so does the error. In float16
+    they are checked before they are rounded.
     """
     shape, plan = FORMS[form], fk.Plan(KEEPS[name])
     tensors = [tensor.to(dtype) for tensor in shape.draw()]
