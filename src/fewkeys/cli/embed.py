@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     plans.add_argument("--slots", type=whole(), metavar="N", help=slots)
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
-    compiled = "compile the model first; on an AMD processor this pays from some 250,000 tokens on"
+    compiled = "compile the model first, once for texts of any length; for large folders, above all on AMD processors"
     parser.add_argument("--compile", action="store_true", help=compiled)
     add_common(parser, None, seed=False)
     parser.set_defaults(kept="finished texts")

@@ -77,7 +77,9 @@ def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
-    inputs, _ = rescaled(inputs.clear())  # squares of large outputs would overflow
+    inputs = inputs.clear()
+    if inputs.needs_rescaling:  # squares of large outputs would overflow
+        inputs, _ = rescaled(inputs)
     estimates = []
     for part_plan, key_heads, part in by_plan(inputs, plan):
         heads = torch.arange(inputs.query_heads, device=key_heads.device).view(inputs.kv_heads, -1)[key_heads].flatten()
