@@ -113,6 +113,7 @@ def test_a_compiled_model_gives_the_same_vectors(long, folder, tmp_path, capsys,
     torch._dynamo.utils.counters.clear()
     with torch._inductor.config.patch(freezing=False):
         assert run(long, "--out", files[1], "--compile", folder) == 0
+        assert torch._inductor.config.freezing
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     eager, compiled = map(columns, files)
     np.testing.assert_allclose(compiled["vectors"], eager["vectors"], atol=1e-5)

@@ -23,6 +23,7 @@ from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem, prepare
 from fewkeys.memory.rows import HeldRows
+from fewkeys.memory.stream import Stream
 from fewkeys.native import build, sets
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
@@ -292,7 +293,7 @@ def test_how_queries_measure_keys(tokens, form, dtype):
 
 
 @pytest.mark.parametrize("plan", [fk.budget(24), fk.budget(24, is_causal=True)], ids=str)
-def test_float16_is_read_as_float32(plan):
+def test_float16_is_read_as_float32(plan, monkeypatch):
     """As transformers stores many models. torch takes several times as long for it on a CPU."""
     causal = plan.is_causal
     shape = replace(SHAPES["grouped"], queries=300, keys=300)
@@ -304,6 +305,8 @@ def test_float16_is_read_as_float32(plan):
     if causal:
         streams = fk.stream(plan), fk.stream(plan)
         for start, stop in ((0, 200), (200, 298), (298, 299), (299, 300)):
+            if start == 299:  # the kernel call of the token before serves this one
+                monkeypatch.setattr(Stream, "append", None)
             query, key, value = (part[:, :, start:stop] for part in rows)
             by_half = streams[0].answer(query, key, value)
             by_float = streams[1].answer(query.float(), key.float(), value.float())
