@@ -42,28 +42,19 @@ def _encoder(name: str) -> str:
     return table([title, *(f"error {level}" for level in REACHED), "least error"], rows)
 
 
-def _below(name: str) -> str:
-    """Who lies anywhere below us, and where its least time and least error there are."""
+def _below(name: str, most: float = 1.0) -> str:
+    """Who has less error than we in the same time, at errors up to `most`: each with its fastest such point."""
     from experiments.peers.fronts import rivals_below
 
     data = _data(name)
-    return _listed(rivals_below(data["rows"], data["exact_ms"])) or "none"
-
-
-def _listed(rivals: dict[str, list[Any]]) -> str:
-    """Rivals, each with its fastest point."""
+    rivals = rivals_below([row for row in data["rows"] if row["error"] <= most], data["exact_ms"])
     fastest = ((peer, points[0]) for peer, points in rivals.items())
-    return ", ".join(f"{peer} ({point['error']:.2f} in {point['ms']:.2g} ms)" for peer, point in fastest)
+    return ", ".join(f"{peer} ({point['error']:.2f} in {point['ms']:.2g} ms)" for peer, point in fastest) or "none"
 
 
 def _below_half() -> str:
-    """On how many inputs a rival has a better point with an error of at most 0.5, and which."""
-    from experiments.peers.fronts import rivals_below
-
-    lists = []
-    for name in ENCODERS:
-        rivals = rivals_below([row for row in _data(name)["rows"] if row["error"] <= 0.5], _data(name)["exact_ms"])
-        lists += [f"`{name}`: {_listed(rivals)}"] if rivals else []
+    """On how many inputs that is so at errors up to 0.5, and who it is."""
+    lists = [f"`{name}`: {rivals}" for name in ENCODERS if (rivals := _below(name, 0.5)) != "none"]
     return f"{len(lists)} of {len(ENCODERS)} inputs ({'; '.join(lists)})"
 
 

@@ -307,8 +307,8 @@ def _embed() -> str:
     """Every way to embed the folder, against exact attention in batches of 32 or, for chunks, by the same command."""
     run = read(EMBED)["minilm"]
     rows = run["rows"]
-    cosines = {"fewkeys embed": run["cosine"], "fewkeys embed --compile": run.get("cosine_compiled")}
-    cosines["fewkeys embed, late chunks"] = run["cosine_chunks"]
+    of_rows = {"": "cosine", " --compile": "cosine_compiled", ", late chunks": "cosine_chunks"}
+    cosines = {f"fewkeys embed{way}": run[name] for way, name in of_rows.items()}
     cells = []
     for name, row in rows.items():
         if name != "one short text":
