@@ -155,6 +155,7 @@ def _saved() -> str:
     return f"{min(saved):.0f} to {max(saved):.0f}"
 
 
+FLOAT32 = "float32"
 ALSO = "benchmarks/results/epyc/"
 """Results of decoders on the other processor."""
 
@@ -191,31 +192,51 @@ def _whole_decoder() -> str:
         cells += [
             [
                 processor,
+                row.get("dtype", FLOAT32),
                 name.format(f"{row['tokens']:,}"),
                 *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
                 ratio(row["ratio"]),
                 ratio(row["ms"]["exact"] / row["ms"]["empty"]) if "empty" in row["ms"] else "",
             ]
+            for dtype in (FLOAT32, "bfloat16")
             for part, name in parts.items()
             for row in results.get(part, ())
+            if row.get("dtype", FLOAT32) == dtype
         ]
-    return table(["processor", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan", "exact / no keys"], cells)
+    head = ["processor", "dtype", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan", "exact / no keys"]
+    return table(head, cells)
+
+
+def _whole_decoder_rows(folder: str, dtype: str) -> list[dict[str, Any]]:
+    """The longest prompt, and every token."""
+    results = read(f"{folder}whole_decoder.json")
+    prompts, tokens = (
+        [row for row in results[part] if row.get("dtype", FLOAT32) == dtype] for part in ("prefill", "token")
+    )
+    return [prompts[-1], *tokens]
 
 
 def _whole_decoder_ratios() -> str:
     """The time of exact attention over that of the plan: the longest prompt, and every token."""
-    here, there = (read(f"{folder}whole_decoder.json") for folder in ("benchmarks/results/", ALSO))
-    rows = [("a prompt of", here["prefill"][-1]), *(("a token after", row) for row in here["token"])]
-    first, *parts = (f"{ratio(row['ratio'])} for {name} {row['tokens']:,}" for name, row in rows)
-    *others, last = (ratio(row["ratio"]) for row in (there["prefill"][-1], *there["token"]))
+    rows = _whole_decoder_rows(ALSO, "bfloat16")
+    names = ("a prompt of", *("a token after" for _ in rows[1:]))
+    parts = [f"{ratio(row['ratio'])} for {name} {row['tokens']:,}" for name, row in zip(names, rows, strict=True)]
+    folders = (ALSO, "benchmarks/results/")
+    there, here = ([ratio(row["ratio"]) for row in _whole_decoder_rows(folder, FLOAT32)] for folder in folders)
     return (
-        f"{first} tokens, {' and '.join(parts)} on an Intel Xeon, and {', '.join(others)} and {last} on an AMD EPYC, "
-        f"where a compiled model gains {ratio(there['compiled'][0]['ratio'])} on the prompt"
+        f"{parts[0]} tokens, {' and '.join(parts[1:])}. In float32 it is {', '.join(there[:-1])} and {there[-1]}, "
+        f"and on an Intel Xeon {', '.join(here[:-1])} and {here[-1]}"
     )
 
 
+def _token_against_float32() -> str:
+    """The least time of exact attention in either dtype over that of the plan in bfloat16, for every token."""
+    exact, plan = (_whole_decoder_rows(ALSO, dtype)[1:] for dtype in (FLOAT32, "bfloat16"))
+    ratios = (ratio(a["ms"]["exact"] / b["ms"]["plan"]) for a, b in zip(exact, plan, strict=True))
+    return " and ".join(ratios)
+
+
 GPU = "benchmarks/results/gpu.json"
-FLOAT32 = "float32"
 
 
 def _gpu(part: str, names: tuple[str, ...], dtypes: tuple[str, ...]) -> Callable[[], str]:
@@ -286,6 +307,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "campaign": _campaign,
     "decoders.whole": _whole_decoder,
     "decoders.whole-ratios": _whole_decoder_ratios,
+    "decoders.token-float32": _token_against_float32,
     "gpu.calls": _gpu("calls", ("plan", "dtype"), (FLOAT32, "bfloat16")),
     "gpu.models": _gpu("models", ("model",), (FLOAT32,)),
     "gpu.more": _gpu_more,
