@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from fewkeys.cost import decoding
+from fewkeys.cost import crossover, decoding
 from fewkeys.cost.crossover import Line, Setting
 from fewkeys.cost.decoding import NEVER, crossing, exact_length, through
 from fewkeys.memory.coded import _one_token
@@ -20,6 +20,8 @@ ROWS = [torch.zeros(1, heads, 1, 16) for heads in (4, 2, 2)]
         (Line(1.0, 0.5), Line(5.0, 0.25), 0.75, 34),
         (Line(3.0, 0.5), Line(1.0, 0.25), 1.0, 0),
         (Line(1.0, 0.5), Line(5.0, 0.5), 1.0, NEVER),
+        (Line(9.0, 0.0), Line(5.0, 0.0), 1.0, 0),  # a busy machine: exact attention took as long at both lengths
+        (Line(9.0, 0.0), Line(5.0, 0.25), 1.0, 0),
     ],
 )
 def test_the_plan_answers_from_where_its_line_is_below(exact, plan, share, keys):
@@ -49,6 +51,13 @@ def test_what_is_measured_is_kept_and_decides(monkeypatch):
     assert len(asked) == 1
     assert asked[0]["query_heads"] == 4
     decoding._length.cache_clear()
+
+
+@pytest.mark.parametrize(("times", "sound"), [([1.0, 4.0, 2.0, 2.0], True), ([4.0, 1.0, 2.0, 3.0], False)])
+def test_a_disturbed_measurement_is_not_kept_for_long(monkeypatch, times, sound):
+    monkeypatch.setattr(crossover, "fastest", lambda *_: (times, True))
+    setting = Setting(torch.device("cpu"), torch.float32, 1, 1, 16, 16, 1, "none", is_causal=True)
+    assert decoding._measured(PLAN, setting, lambda *_: (None, None))[1] == sound
 
 
 def test_without_measurements_operations_decide(monkeypatch):

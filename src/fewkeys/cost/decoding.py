@@ -49,7 +49,9 @@ def crossing(of_exact: Line, of_plan: Line, share: float) -> int:
     """The number of keys from which the plan takes at most this share of exact attention's time."""
     gained = share * of_exact.slope - of_plan.slope
     behind = of_plan.fixed - share * of_exact.fixed
-    return max(0, math.ceil(behind / gained)) if gained > 0 else NEVER
+    if behind <= 0:
+        return 0
+    return math.ceil(behind / gained) if gained > 0 else NEVER
 
 
 def through(points: Sequence[Point]) -> Line:
@@ -74,4 +76,6 @@ def _measured(plan: Plan, setting: Setting, tokens: Tokens) -> tuple[Numbers, bo
     calls = zip(*(tokens(plan, setting.draw(length, queries=1)) for length in LENGTHS), strict=True)
     points = [(float(length), call) for line in calls for length, call in zip(LENGTHS, line, strict=True)]
     pairs, calm = timed_pairs(points, setting)
-    return tuple(through(pair) for pair in pairs), calm
+    few, many = pairs[0]
+    is_sound = calm and few[1] < many[1]  # exact attention takes longer with more keys
+    return tuple(through(pair) for pair in pairs), is_sound
