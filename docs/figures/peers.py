@@ -42,20 +42,26 @@ def _encoder(name: str) -> str:
     return table([title, *(f"error {level}" for level in REACHED), "least error"], rows)
 
 
-def _below(name: str, most: float = 1.0) -> str:
-    """Who has less error than we in the same time, at errors up to `most`: each with its fastest such point."""
+def _points_below(name: str, most: float = 1.0) -> dict[str, dict[str, Any]]:
+    """Who has less error than we in the same time, at errors up to `most` and below that of the mean of all values:
+    each with its fastest such point.
+    """
     from experiments.peers.fronts import rivals_below
 
     data = _data(name)
-    rivals = rivals_below([row for row in data["rows"] if row["error"] <= most], data["exact_ms"])
-    fastest = ((peer, points[0]) for peer, points in rivals.items())
-    return ", ".join(f"{peer} ({point['error']:.2f} in {point['ms']:.2g} ms)" for peer, point in fastest) or "none"
+    worst = min(most, data["without_attention"])
+    return {peer: points[0] for peer, points in rivals_below(data["rows"], data["exact_ms"], worst).items()}
 
 
-def _below_half() -> str:
-    """On how many inputs that is so at errors up to 0.5, and who it is."""
-    lists = [f"`{name}`: {rivals}" for name in ENCODERS if (rivals := _below(name, 0.5)) != "none"]
-    return f"{len(lists)} of {len(ENCODERS)} inputs ({'; '.join(lists)})"
+def _below(name: str) -> str:
+    shown = (f"{peer} ({row['error']:.2f} in {row['ms']:.2g} ms)" for peer, row in _points_below(name).items())
+    return ", ".join(shown) or "none"
+
+
+def _inputs_below(most: float) -> str:
+    """On how many inputs that is so at errors up to `most`, and which."""
+    names = [name for name in ENCODERS if _points_below(name, most)]
+    return f"{len(names)} of {len(ENCODERS)} inputs ({', '.join(f'`{name}`' for name in names)})"
 
 
 LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}
@@ -188,7 +194,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers.openvino": _openvino,
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
-    "peers.below-half": _below_half,
+    "peers.below.half": partial(_inputs_below, 0.5),
+    "peers.below.any": partial(_inputs_below, 1.0),
     "peers.decoder": _decoder,
     "cohorts": _cohorts,
     "cohorts.of-the-oracle": _of_the_oracle,

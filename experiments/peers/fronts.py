@@ -25,26 +25,30 @@ def fronts(rows: Sequence[Row], axis: str = "ms") -> dict[str, list[Row]]:
     return {name: best for name, best in by_peer.items() if best}
 
 
-def below(points: Sequence[Row], others: Sequence[Row], exact: float, axis: str = "ms") -> list[Row]:
+def below(
+    points: Sequence[Row], others: Sequence[Row], exact: float, worst: float = 1.0, axis: str = "ms"
+) -> list[Row]:
     """The points of a front that are better than all of `others`.
 
-    A point counts where it is cheaper than exact attention, whose error is 0, and better than the answer 0, which
-    costs nothing and whose error is 1.
+    A point counts where it is cheaper than exact attention, whose error is 0, and better than `worst`, the error of an
+    answer that costs nothing: of the mean of all values, or 1, that of zeros.
     """
     return [
         row
         for row in points
-        if row["error"] < 1.0
+        if row["error"] < worst
         and row[axis] < exact
         and not any(other[axis] <= row[axis] and other["error"] <= row["error"] for other in others)
     ]
 
 
-def rivals_below(rows: Sequence[Row], exact: float, ours: str = OURS, axis: str = "ms") -> dict[str, list[Row]]:
+def rivals_below(
+    rows: Sequence[Row], exact: float, worst: float = 1.0, ours: str = OURS, axis: str = "ms"
+) -> dict[str, list[Row]]:
     """The rivals and controls whose front lies anywhere below ours, and where. `ours` may be `PLAIN`."""
     all_fronts = fronts(rows, axis)
     better = {
-        name: below(points, all_fronts.get(ours, []), exact, axis)
+        name: below(points, all_fronts.get(ours, []), exact, worst, axis)
         for name, points in all_fronts.items()
         if PEERS[name].kind in ("rival", "control")
     }

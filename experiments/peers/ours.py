@@ -1,4 +1,4 @@
-"""fewkeys: `fk.budget` with several slots and cohorts, by its kernels or by torch alone."""
+"""fewkeys: plans of several slots, shares and cohorts, by its kernels or by torch alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from fewkeys.core.impl import Impl
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
-    slots: int, cohorts: int = 1, impl: Impl = "auto",
+    impl: Impl = "auto", **settings: int,
 ) -> Tensor:  # fmt: skip
-    """`fk.budget(slots, cohorts=cohorts)`, which never gives way to exact attention here."""
+    """A plan that never gives way to exact attention here."""
     check_encoder(is_causal)
-    plan = fk.budget(slots, cohorts=cohorts).never_exact()
-    return fk.attention(q, k, v, plan=plan, scale=scale, generator=generator, impl=impl)
+    return fk.attention(q, k, v, plan=_plan(**settings), scale=scale, generator=generator, impl=impl)
+
+
+def _plan(slots: int | None = None, means: int = 0, rank: int = 0, cohorts: int = 1) -> fk.Plan:
+    """`fk.budget` with so many slots, or a cheaper plan: cluster means beside one outlier, without a window."""
+    if slots is not None:
+        return fk.budget(slots, cohorts=cohorts).never_exact()
+    keep = fk.Outliers(1, means, cohorts=cohorts)
+    return fk.Plan(keep, fk.ClusterMeans(means, rank, cohorts=cohorts))
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
@@ -32,4 +39,6 @@ def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
     """The settings to search."""
     sizes = [slots for slots in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384) if slots <= keys // 2]
     groups = [cohorts for cohorts in (1, 2, 4, 8, 16, 32, 64) if 16 * cohorts <= queries]
-    return [{"slots": slots, "cohorts": cohorts} for slots, cohorts in product(sizes, groups)]
+    budgets = [{"slots": slots, "cohorts": cohorts} for slots, cohorts in product(sizes, groups)]
+    shares = product((2, 4, 8, 16, 32), (0, 8, dim), (1, 2, 4))
+    return budgets + [{"means": means, "rank": rank, "cohorts": cohorts} for means, rank, cohorts in shares]

@@ -16,7 +16,7 @@ from typing import Any
 
 from experiments.cells import exit_code, opened
 from experiments.peers.fronts import fronts, rivals_below
-from experiments.peers.measure import candidates, exact, judge, time_all
+from experiments.peers.measure import candidates, error_without_attention, exact, judge, time_all
 from experiments.peers.picture import save_picture
 from experiments.peers.registry import OURS, PEERS, PLAIN
 from experiments.peers.settings import SETTINGS, Problem, load
@@ -69,6 +69,7 @@ def _errors(data: dict[str, Any], x: Problem, peers: list[str], out: Path) -> No
     size = x.query.shape[2], x.key.shape[2], x.query.shape[3]
     cells = [(peer, settings) for peer in peers for settings in PEERS[peer].grid(*size)]
     truth = exact(x)
+    data["without_attention"] = _short(error_without_attention(x, truth))
     for number, (peer, settings) in enumerate(cells):
         if (peer, settings) in judged:
             continue
@@ -103,7 +104,7 @@ def _summary(data: dict[str, Any]) -> str:
     for peer, front in fronts(data["rows"]).items():
         lines.append(f"  {peer}: " + ", ".join(f"{row['error']:.3f} at {row['ms']:.1f}" for row in front))
     for ours in (OURS, PLAIN):
-        rivals = rivals_below(data["rows"], data["exact_ms"], ours)
+        rivals = rivals_below(data["rows"], data["exact_ms"], data["without_attention"], ours)
         lines.append(f"  below {ours}: {', '.join(rivals) or 'none'}")
     return "\n".join(lines)
 

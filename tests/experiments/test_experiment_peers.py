@@ -247,8 +247,25 @@ def test_fronts_and_who_lies_below():
         row("WildCat", 20.0, 0.01),  # not: exact attention takes 10 ms
     ]
     assert below(rival, ours, exact=10.0) == [rival[0], rival[2]]
+    assert below(rival, ours, exact=10.0, worst=0.9) == [rival[2]]  # 0.9 is no better than the mean of all values
     useless = [row("key norm", 0.5, 1.2), row("Performer", None, 0.01)]
     assert rivals_below([*ours, *rival, *useless], 10.0) == {"WildCat": [rival[0], rival[2]]}
+
+
+def test_plans_of_the_grid_have_the_named_shares():
+    cheap = fk.Plan(fk.Outliers(1, 4, cohorts=2), fk.ClusterMeans(4, 2, cohorts=2))
+    for setting, plan in (({"means": 4, "rank": 2}, cheap), ({"slots": 16}, fk.budget(16, cohorts=2))):
+        q, k, v = problem()
+        expected = fk.attention(q, k, v, plan=plan.never_exact(), scale=SCALE)
+        close(answer(OURS, q, k, v, cohorts=2, **setting), expected)
+
+
+def test_the_answer_without_attention_is_the_mean_of_the_values():
+    q, k, v = problem()
+    x = settings.Problem(q * 0, k, v, SCALE)
+    assert measure.error_without_attention(x, measure.exact(x)) < 1e-5  # queries of zeros attend to all keys alike
+    x = settings.Problem(9 * q, k, v, SCALE)
+    assert measure.error_without_attention(x, measure.exact(x)) > 0.5
 
 
 @pytest.mark.long
