@@ -1,4 +1,13 @@
-"""Universal sets: the keys that have every large entry of attention, for all queries, by `fewkeys.sketch.leverage`."""
+"""Universal sets: the keys that have every large entry of attention, for all queries, by `fewkeys.sketch.leverage`.
+
+**Bounded growth.** The union of `floor(1 / eps)` universal sets for `|s|^p`, each of the keys that the earlier ones
+left, has every entry >= eps under every f of bounded growth. Proof: let `f(s_j) >= eps sum_l f(s_l)` and
+`r_l = |s_l / s_j|`. Growth gives `f(s_l) / f(s_j) >= min(1, r_l^p)`. With `S = {l != j: r_l >= 1}`, all sums without S
+including j, `|S| + sum_(l not in S) r_l^p <= 1 / eps`. Suppose j survives a round on the keys R. If R holds members of
+S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in S) r_l^p <= r_m^p / eps`: its share of
+`|s|^p` is at least eps and the round removes it. If R holds none, `sum_(l in R) r_l^p <= 1 / eps`: the round removes j.
+As `|S| <= 1 / eps - 1`, j is gone after `floor(1 / eps)` rounds.
+"""
 
 import torch
 from torch import Tensor
@@ -27,33 +36,16 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
     Raises:
         TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.
 
-    Source: LevAttention (arXiv 2410.05462), section 2; for `bounded_growth`, `peeled` below.
+    Source: LevAttention (arXiv 2410.05462), section 2; the proof for `bounded_growth` is in the module.
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)
-    rows = checked("key", key)
-    return peeled(rows, eps, power) if bounded_growth else _universal(rows, eps, power)
-
-
-def _universal(rows: Tensor, eps: float, power: float) -> Tensor:
-    return sensitivity_bounds(rows, power) >= eps * (1 - ROUNDING)
-
-
-def peeled(rows: Tensor, eps: float, power: float) -> Tensor:
-    """The union of at most `1 / eps` universal sets for `|s|^p`, each of the rows that the earlier ones left.
-
-    No f of bounded growth (see `universal_set`) has an entry >= eps outside. Proof: let `f(s_j) >= eps sum_l f(s_l)`
-    and `r_l = |s_l / s_j|`. Growth gives `f(s_l) / f(s_j) >= min(1, r_l^p)`. With `S = {l != j: r_l >= 1}`, all sums
-    without S including j, `|S| + sum_(l not in S) r_l^p <= 1 / eps`. Suppose j survives a round on the rows R. If R
-    holds members of S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in S) r_l^p <=
-    r_m^p / eps`: its share of `|s|^p` is at least eps and the round removes it. If R holds none,
-    `sum_(l in R) r_l^p <= 1 / eps`: the round removes j. As `|S| <= 1 / eps - 1`, j is gone after floor(1 / eps)
-    rounds. A round that removes nothing would repeat, so the peeling can stop there.
-    """
-    marked = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
-    for _ in range(int(1 / eps * (1 + ROUNDING))):
-        large = _universal(rows.masked_fill(marked.unsqueeze(-1), 0.0), eps, power)
-        if not bool((large & ~marked).any()):
+    rows, least = checked("key", key), eps * (1 - ROUNDING)
+    marked = sensitivity_bounds(rows, power) >= least
+    for _ in range(int(1 / eps * (1 + ROUNDING)) - 1 if bounded_growth else 0):
+        others = rows.masked_fill(marked.unsqueeze(-1), 0.0)
+        large = sensitivity_bounds(others, power) >= least
+        if not bool(large.any()):  # another round would repeat this one
             break
-        marked = marked | large
+        marked |= large
     return marked
