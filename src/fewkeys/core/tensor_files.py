@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,34 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor
     if header.get(CHECKSUM) != fingerprint(f"{kind} {header.get(FACTS)}", tensors):
         raise ValueError(f"damaged, or not a {kind} of this version: the content does not fit its checksum")
     return parse(header[FACTS]), tensors
+
+
+class LayerFile:
+    """The file of a finished layer, whose name holds a digest of all facts that the layer depends on.
+
+    With it an interrupted run can continue. Without a folder nothing is written, and there is never a file to read.
+    """
+
+    def __init__(self, folder: Path | None, kind: str, name: str, facts: Sequence[Any]) -> None:
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        self.path, self.kind = None if folder is None else folder / f"{name}-{digest}.safetensors", kind
+
+    def read(self, forms: Mapping[str, Form]) -> tuple[Any, dict[str, Tensor]] | None:
+        """The facts and tensors; None if there is no file, or it is damaged or of other forms."""
+        if self.path is None:
+            return None
+        try:
+            facts, tensors = read(self.path, self.kind)
+            check(tensors, forms)
+        except (OSError, ValueError):
+            return None
+        return facts, tensors
+
+    def write(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the file, and its folder if missing."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write(self.path, self.kind, facts, tensors)
 
 
 def loaded(data: bytes) -> dict[str, Tensor]:

@@ -1,22 +1,19 @@
 """Choose a plan for every head: the split of its slots, and how many of the model's slots it gets."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture, check_capture
-from fewkeys.core import tensor_files
 from fewkeys.core.precision import full_precision, plain_defaults
-from fewkeys.core.tensor_files import Form
+from fewkeys.core.tensor_files import Form, LayerFile
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -166,36 +163,18 @@ class _Scorer:
         return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
 
     def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
-        path = self._path(layer, candidates)
-        if path is not None and (stored := _read(path, (self.capture.kv_heads, len(candidates)))) is not None:
-            self._step(layer, len(candidates) * self.capture.batches)
-            return stored
-        scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tensor_files.write(path, KIND, {}, scores._asdict())
+        capture = self.capture
+        facts = [capture.digest(layer), self.seed, torch.__version__, *(item.plan.to_dict() for item in candidates)]
+        file = LayerFile(self.folder, KIND, f"scores-{layer:03d}", facts)
+        form = Form((capture.kv_heads, len(candidates)), torch.float64)
+        if (finished := file.read(dict.fromkeys(Scores._fields, form))) is not None:
+            self._step(layer, len(candidates) * capture.batches)
+            return Scores(**finished[1])
+        scores = score_layer(capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
+        file.write({}, scores._asdict())
         return scores
 
     def _step(self, layer: int, amount: int = 1) -> None:
         self.done += amount
         if self.progress is not None:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
-
-    def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
-        """The file of a layer's scores: its name holds a digest of all that they depend on."""
-        if self.folder is None:
-            return None
-        facts: list[Any] = [self.capture.digest(layer), self.seed, torch.__version__]
-        facts += [candidate.plan.to_dict() for candidate in candidates]
-        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-        return self.folder / f"scores-{layer:03d}-{name}.safetensors"
-
-
-def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
-    """The scores in a file, None where there is no such file or it is not whole."""
-    try:
-        _, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, dict.fromkeys(Scores._fields, Form(shape, torch.float64)))
-    except (OSError, ValueError):
-        return None
-    return Scores(**tensors)

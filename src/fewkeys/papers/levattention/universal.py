@@ -9,7 +9,6 @@ S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in
 As `|S| <= 1 / eps - 1`, j is gone after `floor(1 / eps)` rounds.
 """
 
-import torch
 from torch import Tensor
 
 from fewkeys.core.precision import full_precision

@@ -6,12 +6,9 @@ For query i with gold keys P and as many other keys N, drawn at random,
 
 (Treviso et al., arXiv 2109.12188, section 3.2). With signs s_ij = 1 on P and -|P| / |N| on N, which add up to zero,
 `loss_i = max(0, margin + sum_j s_ij |k'_j|^2 - 2 q'_i . sum_j s_ij k'_j)`: no n x n tensor carries a gradient.
-
-A finished layer is one safetensors file.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs, Capture
-from fewkeys.core import tensor_files
 from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import visible
 from fewkeys.core.records import build
+from fewkeys.core.tensor_files import Form, LayerFile
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.tuning.score import problem_of
 
@@ -85,9 +82,11 @@ def learn(
     of every batch. `folder`: for the file of the layer.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
-    path = None if folder is None else folder / _name(capture, held_out, layer, settings)
-    if path is not None and (finished := _read(path, shape)) is not None:
-        return finished
+    facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
+    facts += [{**asdict(settings), "sample": 0}, torch.__version__]
+    file = LayerFile(folder, KIND, f"layer-{layer:03d}", facts)
+    if (finished := file.read({"maps": Form(shape, torch.float32)})) is not None:
+        return finished[1]["maps"], build(Losses, finished[0])
     # Both maps begin as the same uniform draw in +- 1 / sqrt(D).
     draw = torch.rand((1, *shape[1:]), generator=generator(settings.seed, layer, "start")) * 2 - 1
     maps = (draw * capture.head_dim**-0.5).repeat(shape[0], 1, 1, 1).requires_grad_()
@@ -107,9 +106,7 @@ def learn(
         losses.validation.append(loss)
         if epoch - losses.validation.index(min(losses.validation)) >= settings.patience:
             break
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensor_files.write(path, KIND, asdict(losses), {"maps": best})
+    file.write(asdict(losses), {"maps": best})
     return best, losses
 
 
@@ -211,20 +208,3 @@ def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
 def _has_pairs(sign: Tensor) -> Tensor:
     """Which queries have both gold keys and others, (B, H, N)."""
     return (sign != 0).any(-1)
-
-
-def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
-    """A name from everything that the training of a layer depends on."""
-    facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
-    facts += [{**asdict(settings), "sample": 0}, torch.__version__]
-    return f"layer-{layer:03d}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.safetensors"
-
-
-def _read(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Losses] | None:
-    """The maps in a file; None if there is no such file or it is damaged."""
-    try:
-        losses, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, {"maps": tensor_files.Form(shape, torch.float32)})
-        return tensors["maps"], build(Losses, losses)
-    except (OSError, ValueError):
-        return None
