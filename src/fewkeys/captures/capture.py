@@ -73,6 +73,13 @@ class AttentionInputs:
         """The real tokens: queries where no mask marks the keys."""
         return len(self.query) * self.query.shape[2] if self.key_mask is None else int(self.key_mask.sum())
 
+    @property
+    def real_queries(self) -> Tensor | None:
+        """(B, Nq) marks the queries of real tokens; None: all."""
+        if self.query_mask is not None or self.query.shape[2] != self.key.shape[2]:
+            return self.query_mask
+        return self.key_mask
+
     def rows(self, index: slice) -> AttentionInputs:
         """The sequences at `index`: views."""
         return replace(self, **{name: x[index] for name in PER_SEQUENCE if (x := getattr(self, name)) is not None})

@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
         longest = max(call.key.shape[2] for call in unseen.calls(0))
         spaces, groupings = {"projected": finder, "raw": raw}, _groupings(longest, arguments.margin)
-        fits = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
-    rows = [asdict(fit) for fit in fits]
+        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
     report = {
         "model": captured.model_name,
         "shape": asdict(finder.shape),

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,25 +43,6 @@ class GraphScores:
         return {field.name: float(getattr(self, field.name).mean()) for field in fields(self)}
 
 
-@dataclass(frozen=True)
-class FitRow:
-    """Means of `GraphScores` over layers, heads and sequences, None in place of NaN.
-
-    `window` and `random`: the recall of a window and of random edges that keep as many keys per query.
-    """
-
-    name: str
-    space: str
-    recall: float
-    sparsity: float
-    exact: float
-    slots: float
-    computation: float | None
-    entropy: float | None
-    window: float
-    random: float
-
-
 def score_graphs(
     capture: Capture, layer: int, selectors: Mapping[str, Selector], *, alpha: float = 1.5, seed: int = 0
 ) -> dict[str, GraphScores]:
@@ -82,37 +66,37 @@ def judge(
     *,
     keep: Selector,
     done: Callable[[int, int], None],
-) -> list[FitRow]:
-    """A row for every grouping in the space of every finder, united with `keep`; calls `done(steps, of)`."""
-    alpha = next(iter(finders.values())).settings.alpha
-    steps = 0
+) -> list[dict[str, Any]]:
+    """A row for every grouping in the space of every finder, united with `keep`; calls `done(steps, of)`.
+
+    Rows have the `name` and `space`, the means of `GraphScores` over layers, heads and sequences, None in place of NaN,
+    and the recall of a `window` and of `random` edges that keep as many keys per query.
+    """
+    alpha, steps = next(iter(finders.values())).settings.alpha, count(1)
 
     def over_layers(selectors: Callable[[int], Mapping[str, Selector]]) -> dict[str, dict[str, float]]:
-        nonlocal steps
         layers = []
         for layer in range(capture.layers):
             scores = score_graphs(capture, layer, selectors(layer), alpha=alpha)
             layers.append({name: graph.means() for name, graph in scores.items()})
-            steps += 1
-            done(steps, 2 * capture.layers)
+            done(next(steps), 2 * capture.layers)
         return {
-            name: {measure: sum(scores[name][measure] for scores in layers) / len(layers) for measure in measures}
+            name: {measure: fmean(scores[name][measure] for scores in layers) for measure in measures}
             for name, measures in layers[0].items()
         }
 
-    pairs = [(space, grouping) for space in finders for grouping in groupings]
+    rules = {f"{space}/{grouping.rule}": (space, grouping) for space in finders for grouping in groupings}
     predicted = over_layers(
-        lambda layer: {f"{space}/{rule.rule}": finders[space].selector(layer, rule) | keep for space, rule in pairs}
+        lambda layer: {name: finders[space].selector(layer, rule) | keep for name, (space, rule) in rules.items()}
     )
-    counts = {name: max(1, round(row["slots"])) for name, row in predicted.items()}
+    counts = {name: max(1, round(means["slots"])) for name, means in predicted.items()}
     controls = {f"{kind.__name__}/{n}": kind(n) for n in set(counts.values()) for kind in (Window, RandomEdges)}
     chance = over_layers(lambda _: controls)
-    rows = []
-    for space, grouping in pairs:
-        name = f"{space}/{grouping.rule}"
-        measures = {measure: None if math.isnan(value) else value for measure, value in predicted[name].items()}
+    rows: list[dict[str, Any]] = []
+    for name, (space, rule) in rules.items():
+        means = {measure: None if math.isnan(value) else value for measure, value in predicted[name].items()}
         window, random = (chance[f"{kind}/{counts[name]}"]["recall"] for kind in ("Window", "RandomEdges"))
-        rows.append(FitRow(grouping.rule, space, **measures, window=window, random=random))  # type: ignore[arg-type]
+        rows.append({"name": rule.rule, "space": space, **means, "window": window, "random": random})
     return rows
 
 
@@ -120,11 +104,9 @@ def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
     """Every sequence of a call alone, its real tokens only."""
     for row in range(len(call.query)):
         sequence = call.rows(slice(row, row + 1))
-        x = problem_of(sequence)
-        queries = x.valid_queries if sequence.query_mask is None else sequence.query_mask
-        query = sequence.query if queries is None else sequence.query[:, :, queries[0]]
-        real = slice(None) if x.valid is None else x.valid[0]
-        key, value = sequence.key[:, :, real], sequence.value[:, :, real]
+        masks = sequence.real_queries, sequence.key_mask
+        queries, keys = (slice(None) if mask is None else mask[0] for mask in masks)
+        query, key, value = sequence.query[:, :, queries], sequence.key[:, :, keys], sequence.value[:, :, keys]
         if query.shape[2] and key.shape[2]:
             yield replace(sequence, query=query, key=key, value=value, key_mask=None, query_mask=None, gradient=None)
 

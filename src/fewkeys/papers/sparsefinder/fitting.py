@@ -11,7 +11,6 @@ from torch.nn.functional import one_hot
 from fewkeys.captures.capture import Capture
 from fewkeys.papers.sparsefinder.space import Edges, Joined, nearest
 from fewkeys.papers.sparsefinder.train import generator, gold_graph, pieces
-from fewkeys.tuning.score import problem_of
 
 
 def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -19,9 +18,7 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
     draw = generator(seed, layer, "tokens")
     queries, keys = (_Sample(count, capture.query_heads, capture.head_dim) for _ in range(2))
     for call in capture.calls(layer):
-        x = problem_of(call)
-        real_queries = x.valid_queries if call.query_mask is None else call.query_mask
-        for kept, rows, real in ((queries, call.query, real_queries), (keys, call.key, x.valid)):
+        for kept, rows, real in ((queries, call.query, call.real_queries), (keys, call.key, call.key_mask)):
             rows = rows.float().repeat_interleave(capture.query_heads // rows.shape[1], 1)
             number = torch.rand((rows.shape[0], rows.shape[2]), generator=draw)
             if real is not None:

@@ -175,9 +175,8 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     query, key = x.query.float(), x.key.float().repeat_interleave(x.gqa_ratio, 1)
     seen = visible(x, 0, x.queries)
     gold = entmax((query * x.scale @ key.mT).masked_fill_(~seen, -torch.inf), alpha) > 0
-    real = x.valid_queries if call.query_mask is None else call.query_mask
-    if real is not None:
-        gold &= real[:, None, :, None]
+    if call.real_queries is not None:
+        gold &= call.real_queries[:, None, :, None]
     return query, key, gold, seen
 
 
