@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fewkeys.captures.capture import Capture
+from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.learned import read_tensors, write_tensors
 from fewkeys.core.precision import plain_defaults
@@ -23,7 +23,7 @@ from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
 from fewkeys.papers.sparsefinder.fitting import centroids, edges, gold_edges, joined, sample
 from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Grouping
-from fewkeys.papers.sparsefinder.space import Centroids, Edges, Fitted, Joined, Projection
+from fewkeys.papers.sparsefinder.space import Centroids, Fitted, Projection
 from fewkeys.papers.sparsefinder.train import Settings, learn
 from fewkeys.plan import Plan
 from fewkeys.select import Selector
@@ -31,6 +31,7 @@ from fewkeys.select import Selector
 FORMAT = 2
 FILE = "sparsefinder.json"
 NAME = "Sparsefinder"
+SIDES = ("query", "key")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Sparsefinder:
         """
         fraction = 0.0 if isinstance(validation, Capture) else validation
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
-        _check_capture(capture)
+        _check(capture)
         fitted_on, held_out = _split(capture, validation)
         folder = None if directory is None else Path(directory)
         report = progress or (lambda *_: None)
@@ -150,7 +151,7 @@ class Sparsefinder:
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
         """Groupings of queries and keys as they are, fitted on the `sample`: the control for learned spaces."""
-        _check_capture(capture)
+        _check(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
@@ -175,26 +176,17 @@ class Sparsefinder:
 
         Computed at the first call and kept, also by `save_pretrained`.
         """
-        return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
-
-    def joined(self, layer: int, count: int, lift: float) -> Joined:
-        """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
-        clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
-        tokens, ends = ([self.tensors[f"{kind}{side}.{layer}"] for side in ("query", "key")] for kind in ("", "gold-"))
-        return joined(tokens, ends, clusters, lift)
-
-    def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
         _check_index("layer", layer, self.shape.layers)
-        name = f"{name}.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
+        check_count("count", count)
+        check_count("rounds", rounds)
+        return Centroids(self._centroids("centroids", layer, SIDES, count, rounds))
+
+    def _centroids(self, name: str, layer: int, sides: Sequence[str], count: int, rounds: int = 1) -> Tensor:
+        name = f"{name}.{layer}.{count}.{rounds}"
         if name not in self.tensors:
             rows = torch.cat([self.tensors[f"{side}.{layer}"] for side in sides], 1)
             self.tensors[name] = centroids(rows, count, rounds, self.settings.seed)
         return self.tensors[name]
-
-    def edges(self, layer: int, beta: int) -> Edges:
-        """The edges between `beta` buckets of equal size, in the sample of a layer, for every head and dimension."""
-        _check_index("layer", layer, self.shape.layers)
-        return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
         """The selector of the edges that `grouping` predicts in the space of a layer, for all heads or one key head."""
@@ -215,12 +207,15 @@ class Sparsefinder:
         return replace(grouping, project=project, fitted=fitted)
 
     def _fitted(self, layer: int, grouping: Grouping) -> Fitted | None:
+        """What the grouping has to know of the space of a layer."""
+        tokens, ends = ([self.tensors[f"{kind}{side}.{layer}"] for side in SIDES] for kind in ("", "gold-"))
         if isinstance(grouping, Clusters):
             return self.centroids(layer, grouping.count, grouping.rounds)
         if isinstance(grouping, ClusterPairs):
-            return self.joined(layer, grouping.count, grouping.lift)
+            clusters = [self._centroids(f"{side}-centroids", layer, (side,), grouping.count) for side in SIDES]
+            return joined(tokens, ends, clusters, grouping.lift)
         if isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
-            return self.edges(layer, grouping.beta)
+            return edges(tokens[0], tokens[1], grouping.beta)
         return None
 
     def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:
@@ -293,10 +288,9 @@ def _kind(facts: Mapping[str, Any]) -> str:
     return f"{NAME} {json.dumps(facts, sort_keys=True)}"
 
 
-def _check_capture(capture: object) -> None:
+def _check(capture: Capture) -> None:
     """Refuse what is no capture, and models with a distance bias."""
-    if not isinstance(capture, Capture):
-        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    check_capture(capture)
     if capture.biased:
         raise ValueError(
             "capture: expected scores of queries and keys alone, got a model with a distance bias, which predicted "
