@@ -572,22 +572,6 @@ def test_a_plan_whose_tensors_are_gone_is_refused(tmp_path):
     assert fk.Plan.from_pretrained(tmp_path) == plan
 
 
-def test_heads_may_have_groupings_of_their_own():
-    capture = captured()
-    finder = fit(capture)
-    call = next(capture.calls(1))
-    keeps = [
-        finder.selector(1, sparsefinder.Clusters(5), head=0),
-        finder.selector(1, sparsefinder.Buckets(4), head=1) | fk.Window(3),
-    ]
-    whole = [finder.selector(1, sparsefinder.Clusters(5)), finder.selector(1, sparsefinder.Buckets(4)) | fk.Window(3)]
-    actual = fk.attention(call.query, call.key, call.value, plan=[fk.Plan(keep) for keep in keeps])
-    for head, keep in enumerate(whole):
-        heads = slice(2 * head, 2 * head + 2)
-        expected = fk.attention(call.query, call.key, call.value, keep=keep)[:, heads]
-        torch.testing.assert_close(actual[:, heads], expected, rtol=1e-5, atol=1e-6)
-
-
 def test_other_selectors_run_in_the_learned_space():
     capture = captured()
     finder = fit(capture)
@@ -630,10 +614,6 @@ def test_refused_arguments():
     for make, message in (
         (lambda: finder.selector(2, sparsefinder.Distance(1.0)), "layer: expected an integer from 0 to 1, got 2"),
         (lambda: finder.selector(-1, sparsefinder.Distance(1.0)), "layer: expected an integer from 0 to 1, got -1"),
-        (
-            lambda: finder.selector(0, sparsefinder.Distance(1.0), head=2),
-            "head: expected an integer from 0 to 1, got 2",
-        ),
         (
             lambda: finder.selector(0, sparsefinder.Clusters(11)),
             "count: expected at most 10 clusters, the tokens sampled, got 11",

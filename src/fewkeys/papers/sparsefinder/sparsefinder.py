@@ -165,7 +165,7 @@ class Sparsefinder:
 
     def projection(self, layer: int) -> Projection | None:
         """The space of a layer, for selectors with a `project`; None: queries and keys as they are."""
-        _check_index("layer", layer, self.shape.layers)
+        self._check_layer(layer)
         if self.is_raw:
             return None
         maps = self.tensors[f"maps.{layer}"]
@@ -176,7 +176,7 @@ class Sparsefinder:
 
         Computed at the first call and kept, also by `save_pretrained`.
         """
-        _check_index("layer", layer, self.shape.layers)
+        self._check_layer(layer)
         check_count("count", count)
         check_count("rounds", rounds)
         return Centroids(self._centroids("centroids", layer, SIDES, count, rounds))
@@ -188,23 +188,13 @@ class Sparsefinder:
             self.tensors[name] = centroids(rows, count, rounds, self.settings.seed)
         return self.tensors[name]
 
-    def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Grouping:
-        """The selector of the edges that `grouping` predicts in the space of a layer, for all heads or one key head."""
+    def selector(self, layer: int, grouping: Grouping) -> Grouping:
+        """The selector of the edges that `grouping` predicts in the space of a layer."""
         if not isinstance(grouping, Grouping):
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
             )
-        heads = slice(None)
-        if head is not None:
-            _check_index("head", head, self.shape.kv_heads)
-            gqa_ratio = self.shape.query_heads // self.shape.kv_heads
-            heads = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
-        project, fitted = self.projection(layer), self._fitted(layer, grouping)
-        if project is not None:
-            project = Projection(project.query[heads], project.key[heads])
-        if fitted is not None:
-            fitted = type(fitted)(*(tensor[heads] for tensor in fitted.tensors.values()))
-        return replace(grouping, project=project, fitted=fitted)
+        return replace(grouping, project=self.projection(layer), fitted=self._fitted(layer, grouping))
 
     def _fitted(self, layer: int, grouping: Grouping) -> Fitted | None:
         """What the grouping has to know of the space of a layer."""
@@ -227,6 +217,10 @@ class Sparsefinder:
         selectors = [self.selector(layer, grouping) for layer in range(self.shape.layers)]
         plans = [Plan(rule if keep is None else rule | keep, weights=weights) for rule in selectors]
         return ModelPlan(tuple((plan,) * self.shape.kv_heads for plan in plans), {"sparsefinder": self.shape.model})
+
+    def _check_layer(self, layer: int) -> None:
+        if isinstance(layer, bool) or layer not in range(self.shape.layers):
+            raise ValueError(f"layer: expected an integer from 0 to {self.shape.layers - 1}, got {layer!r}")
 
     def __str__(self) -> str:
         shape, space = self.shape, "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
@@ -276,11 +270,6 @@ class _Description:
     record: dict[str, Any]
     raw: bool
     tensors: str
-
-
-def _check_index(name: str, index: int, count: int) -> None:
-    if isinstance(index, bool) or index not in range(count):
-        raise ValueError(f"{name}: expected an integer from 0 to {count - 1}, got {index!r}")
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
