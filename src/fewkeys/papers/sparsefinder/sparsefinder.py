@@ -57,8 +57,8 @@ class Shape:
 class Sparsefinder:
     """Predicts which (query, key) pairs alpha-entmax heads will use.
 
-    For every layer and head it has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs,
-    those to which the model's entmax gives weight, are near. Groupings join queries and keys there:
+    Every layer and head has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs, those with
+    weight under entmax, are near. Groupings join queries and keys there:
 
         finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
         keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
@@ -67,8 +67,7 @@ class Sparsefinder:
             output = model(**inputs)
 
     Args:
-        shape: the model it was fitted on.
-        settings: how it was fitted.
+        shape, settings: the model, and how it was fitted.
         tensors: of each layer l the projections "maps.l" (1 or 2, Hq, D, r), absent in the raw space; samples of
             projected tokens "query.l", "key.l" (Hq, S, r) and of the ends of gold edges "gold-query.l", "gold-key.l"
             (Hq, E, r); and the centroids so far, "centroids.l.count.rounds" (Hq, rounds count, r),
@@ -106,12 +105,12 @@ class Sparsefinder:
         """Learn the projections of every layer, by the loss in `fewkeys.papers.sparsefinder.train`.
 
         Args:
-            capture: of a model with alpha-entmax attention: `fk.capture(model, batches,
-                weights=fk.weights.Entmax(alpha))`. It may be causal, cross-attention or padded.
+            capture: `fk.capture(model, batches, weights=fk.weights.Entmax(alpha))`, causal or not, also of
+                cross-attention, also padded.
             rank, alpha: r; of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
             margin, lr, epochs: of the hinge; of Adam; passes over the capture.
-            batch: the most sequences per step; those of one step come from one batch of the capture.
+            batch: the most sequences per step, from one batch of the capture.
             validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
                 epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
@@ -119,8 +118,7 @@ class Sparsefinder:
             directory: keeps finished layers, so that an interrupted fit goes on with the next one.
             progress: called as `progress(done, total, what)`.
 
-        Raises:
-            TypeError, ValueError: malformed arguments, naming them.
+        Raises `TypeError` or `ValueError` for malformed arguments.
 
         Cost: exact entmax of every sequence in every epoch, O(n^2 D). Memory: 2^24 pairs. Deterministic.
         """
@@ -153,10 +151,8 @@ class Sparsefinder:
         """Groupings of queries and keys as they are, fitted on the `sample`: the control for learned spaces."""
         _check(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
-        tensors: dict[str, Tensor] = {}
-        for layer in range(capture.layers):
-            tensors |= _samples(capture, layer, settings)
-        return cls(Shape.of(capture), settings, tensors)
+        samples = (_samples(capture, layer, settings) for layer in range(capture.layers))
+        return cls(Shape.of(capture), settings, {name: rows for part in samples for name, rows in part.items()})
 
     @property
     def is_raw(self) -> bool:
@@ -172,9 +168,8 @@ class Sparsefinder:
         return Projection(maps[0], maps[-1])
 
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
-        """`count` centroids for each head and round of a layer, by k-means on queries and keys together.
-
-        Computed at the first call and kept, also by `save_pretrained`.
+        """`count` centroids for each head and round of a layer, by k-means on queries and keys together; computed once
+        and kept, also by `save_pretrained`.
         """
         self._check_layer(layer)
         check_count("count", count)
@@ -227,7 +222,7 @@ class Sparsefinder:
         return f"Sparsefinder of {shape.layers} layers of {shape.query_heads} heads ({shape.kind}), {space}"
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `sparsefinder.json` and its tensors into `directory` (made if missing); never a half-written file."""
+        """Write `sparsefinder.json` and its tensors into `directory` (made if missing), each whole or not at all."""
         facts = {"shape": asdict(self.shape), "settings": asdict(self.settings), "raw": self.is_raw}
         mark = write_tensors(directory, _kind(facts), self.tensors)
         write_json(directory, FILE, {"format": FORMAT, **facts, "record": dict(self.record), "tensors": mark})
@@ -238,10 +233,9 @@ class Sparsefinder:
 
         Raises `ValueError` for another version, for missing or damaged files, and for tensors of another description.
         """
-        data = read_json(directory, FILE)
-        where = Path(directory) / FILE
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            actual = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        data, where = read_json(directory, FILE), Path(directory) / FILE
+        actual = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        if actual != FORMAT:
             raise ValueError(f"directory: expected {where} of format {FORMAT}, got {actual!r}; fit again")
         try:
             description = build(_Description, data)
@@ -254,8 +248,8 @@ class Sparsefinder:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sparsefinder):
             return NotImplemented
-        content = (self.shape, self.settings, fingerprint(NAME, self.tensors))
-        return content == (other.shape, other.settings, fingerprint(NAME, other.tensors))
+        one, two = ((it.shape, it.settings, fingerprint(NAME, it.tensors)) for it in (self, other))
+        return one == two
 
     __hash__ = None  # type: ignore[assignment]  # it learns centroids on demand
 
@@ -291,10 +285,10 @@ def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capt
     """The sequences to learn from, and those that decide when to stop: another capture, or the last share of this."""
     if isinstance(validation, Capture):
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales"):
-            if getattr(capture, name) != getattr(validation, name):
+            ours, actual = getattr(capture, name), getattr(validation, name)
+            if actual != ours:
                 raise ValueError(
-                    f"validation: expected a capture of the same model, got {name} {getattr(validation, name)} against "
-                    f"{getattr(capture, name)}"
+                    f"validation: expected a capture of the same model, got {name} {actual} against {ours}"
                 )
         return capture, validation
     if not validation:
@@ -302,8 +296,8 @@ def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capt
     last = capture.sequences - max(1, round(validation * capture.sequences))
     if last <= 0:
         raise ValueError(
-            f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
-            "or pass validation=0"
+            f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, or pass "
+            "validation=0"
         )
     return capture.part(0, last), capture.part(last, capture.sequences)
 
