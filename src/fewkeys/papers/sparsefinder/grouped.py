@@ -1,9 +1,9 @@
 """Attention inside groups, in time that follows the edges.
 
 Keys are sorted by group once, and the queries of each chunk likewise: a group's queries times all its keys is one small
-matrix product. Put back into the order of the queries, the products of one membership are a stretch of every row of
-scores. An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that
-is also in the band or a list belongs there.
+matrix product. Back in the order of the queries, the products of one membership are a stretch of every row of scores.
+An edge counts once: a pair in the band or a list belongs there, another that shares several groups to the query's first
+one of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.precision import working
-from fewkeys.execute.torch.sources import Chunk, Kept
+from fewkeys.execute.torch.sources import Chunk, Kept, in_blocks
 
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
     """One membership of the queries of a chunk: sorted by `order` into `groups` of `counts`, and back by `back`.
 
-    `hidden`: of each group the pairs (count, keys) that are no edges or count elsewhere, or None. `width`: the most
-    keys.
+    `hidden`: of each group the pairs (count, keys) that are no edges or count elsewhere, or None. `width`: most keys.
     """
 
     order: Tensor
@@ -45,14 +44,12 @@ class GroupedKeys(Kept):
         self.graph = graph
         if x.valid is not None:
             key = key.masked_fill(~x.valid[:, None, :, None], -1)
-        self.none = x.batch * x.query_heads * count
         query, key = self._numbered(query, count), self._numbered(key, count)
-        members = key.masked_fill(key < 0, self.none).flatten()
-        size = torch.bincount(members, minlength=self.none + 1)
-        size[self.none] = 0
-        owner = members.argsort(stable=True)[: int(size.sum())] // key.shape[-1]  # of all heads, flat
-        self.size, self.sizes = size, size.tolist()
-        self.query_group = query.masked_fill(query < 0, self.none)
+        members = key.clamp_min(0).flatten()
+        size = torch.bincount(members, minlength=x.batch * x.query_heads * count + 1)
+        owner = members.argsort(stable=True)[int(size[0]) :] // key.shape[-1]  # of all heads, flat
+        size[0] = 0  # those in no group
+        self.sizes, self.query_group = size.tolist(), query.clamp_min(0)
         self.owner = owner.split(self.sizes)
         self.row = owner // (x.gqa_ratio * x.keys) * x.keys + owner % x.keys  # of the key heads' keys, flat
         self.key_groups = key.flatten(0, 2).unbind(-1)
@@ -102,10 +99,8 @@ class GroupedKeys(Kept):
 
     def _stretches(self, chunk: Chunk) -> list[Stretch]:
         if self._latest is None or self._latest[0] is not chunk:
-            rows = chunk.blocks * chunk.size
-            groups = self.query_group[chunk.heads, :, chunk.start : chunk.start + rows]
-            groups = pad(groups, (0, 0, 0, rows - groups.shape[2]), value=self.none)
-            groups = groups.unflatten(2, (chunk.blocks, chunk.size)).transpose(1, 2).flatten(0, 3)
+            groups = self.query_group[chunk.heads, :, chunk.start : chunk.start + chunk.blocks * chunk.size]
+            groups = in_blocks(groups, chunk.size).flatten(0, 1)
             hidden = _HiddenPairs(self, chunk, groups)
             self._latest = chunk, [self._stretch(groups[:, m], m, hidden) for m in range(groups.shape[1])]
         return self._latest[1]
@@ -117,10 +112,10 @@ class GroupedKeys(Kept):
         return Stretch(order, order.argsort(), groups, counts, hidden, max(1, *(self.sizes[g] for g in groups)))
 
     def _numbered(self, ids: Tensor, count: int) -> Tensor:
-        """Groups (B Hkv, query heads of a key head, N, M >= 1), numbered through all heads, -1 for none."""
+        """Groups (B Hkv, query heads of a key head, N, M >= 1), numbered from 1 through all heads, -1 for none."""
         x = self.graph.inputs
         ids = distinct(ids if ids.shape[-1] else pad(ids, (0, 1), value=-1))
-        first = torch.arange(x.batch * x.query_heads, device=ids.device).view(x.batch, -1, 1, 1) * count
+        first = torch.arange(x.batch * x.query_heads, device=ids.device).view(x.batch, -1, 1, 1) * count + 1
         return torch.unflatten(torch.where(ids < 0, -1, ids + first), 1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
 
@@ -130,13 +125,10 @@ class _HiddenPairs:
     def __init__(self, keys: GroupedKeys, chunk: Chunk, groups: Tensor) -> None:
         x, columns = keys.graph.inputs, keys.graph.columns
         self.keys, self.groups, self.inputs = keys, groups, x
-        self.position = chunk.positions().repeat(groups.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
+        self.position = chunk.positions().repeat(len(chunk.query))
         self.lists: Tensor | None = None
         if columns is not None:
-            index, used = (part.flatten(0, 1)[chunk.heads] for part in (columns.index, columns.used))
-            if columns.blocks > 1:
-                block = chunk.start // chunk.size
-                index, used = index[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
+            index, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
             self.lists = index.masked_fill(~used, x.keys).flatten(0, 1).sort(-1).values
 
     def __call__(self, rows: Tensor, group: int, membership: int) -> Tensor | None:
@@ -150,7 +142,7 @@ class _HiddenPairs:
             step = place - position
             masks.append((step >= -band[0]) & (step <= band[1]))
         if self.lists is not None:
-            lists = self.lists[rows // (self.groups.shape[0] // self.lists.shape[0])]
+            lists = self.lists[rows // (len(self.groups) // len(self.lists))]
             places = place.expand(rows.shape[0], -1).contiguous()
             at = torch.searchsorted(lists, places).clamp_max(lists.shape[1] - 1)
             masks.append(lists.gather(1, at) == places)

@@ -1,7 +1,7 @@
 """Edges by groups: a query attends to the keys of its own groups.
 
-Clusters, buckets and hash codes give every query and every key a few ids. Rounds and dimensions have ids of their own
-in one flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
+Clusters, buckets and hash codes give queries and keys a few ids. Rounds and dimensions have ids of their own in one
+flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_count, describe
 from fewkeys.papers.sparsefinder.grouped import GroupedKeys, distinct
 
@@ -23,8 +24,8 @@ from fewkeys.papers.sparsefinder.grouped import GroupedKeys, distinct
 class Groups:
     """Query i and key j are an edge when they share a group; sharing several counts once.
 
-    `query` (B, Hq, Nq, Mq) and `key` (B, Hq, Nk, Mk), int64: the groups, 0 .. count - 1, of every query and of every
-    key, -1 for none. Keys have groups for every *query* head.
+    `query` (B, Hq, Nq, Mq) and `key` (B, Hq, Nk, Mk), int64: their groups, 0 .. count - 1, -1 for none, for every
+    *query* head.
     """
 
     query: Tensor
@@ -104,14 +105,12 @@ class Groups:
 
 def member_ids(member: Tensor) -> Tensor:
     """Ids (..., M), -1 for none, of the groups that `member` (..., C) bool marks; M is the largest number."""
-    most = int(member.sum(-1).max()) if member.numel() else 0
-    ids = torch.where(member, torch.arange(member.shape[-1], device=member.device), -1)
-    return ids.topk(most, -1).values
+    ids = marked_places(member)
+    return ids.masked_fill(~member.gather(-1, ids), -1)
 
 
 def _members(ids: Tensor, count: int) -> Tensor:
     """Members of every group, (B, H, count) float64; a token that names a group twice is one member."""
-    ids = distinct(ids)
-    place = ids.masked_fill(ids < 0, count).flatten(2)
-    size = ids.new_zeros((*ids.shape[:2], count + 1), dtype=torch.float64)
-    return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., :count]
+    place = distinct(ids).flatten(2) + 1
+    size = place.new_zeros((*place.shape[:2], count + 1), dtype=torch.float64)
+    return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., 1:]
