@@ -26,9 +26,8 @@ from fewkeys.tuning.score import problem_of
 class GraphScores:
     """The quality of a selector's edges in every head of a layer: means over the sequences, each (Hq,) float64.
 
-    recall: share of the gold edges that are kept. sparsity: share of the *visible* pairs that are not kept. exact:
-    share of the queries all of whose gold edges are kept. slots: keys kept per query. computation, entropy: of
-    `Groups`, NaN for other graphs.
+    recall: share of gold edges that are kept. sparsity: share of *visible* pairs that are not kept. exact: share of
+    queries all of whose gold edges are kept. slots: keys kept per query. computation, entropy: of `Groups`, else NaN.
     """
 
     recall: Tensor

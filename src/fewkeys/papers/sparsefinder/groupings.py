@@ -36,9 +36,7 @@ Kind = Literal["equal_size", "uniform"]
 
 @dataclass(frozen=True)
 class Grouping(Selector, ABC, listed=False):
-    """The edges that a rule predicts between queries and keys of one layer, in a learned space or as they are.
-
-    Cost O(n D r) for the space, then the rule's own.
+    """The edges that a rule predicts between queries and keys of one layer. Cost O(n D r), then the rule's own.
 
     Args:
         project: the space, of as many query heads as the layer has; None: q and k as they are.
@@ -73,7 +71,7 @@ class Grouping(Selector, ABC, listed=False):
         """The edges between projected queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r)."""
 
     def fitted_for(self, rows: Tensor) -> list[Tensor]:
-        """The tensors of `fitted` for such rows (B, Hq, N, r)."""
+        """The tensors of `fitted` for rows (B, Hq, N, r)."""
         if self.fitted is None:
             raise ValueError(f"fitted: expected values for {self.rule}, got None; use Sparsefinder.selector")
         return self.fitted.for_rows(rows)
@@ -87,7 +85,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @abstractmethod
     def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
-        """The expected share of the pairs that are edges, and operations per key and query head of choosing them."""
+        """The expected share of the pairs that are edges, and operations of choosing them per key and query head."""
 
     def work(self, inputs: Inputs) -> Work:
         rank, space = space_work(inputs, self.project)
@@ -132,9 +130,8 @@ class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
     kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; causal and cross-attention use `fitted` quantiles instead. kind "uniform":
-    `floor(beta (tanh(x) + 1) / 2)`. Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs
-    are edges.
+    do the keys; causal and cross-attention use `fitted` quantiles instead. "uniform": `floor(beta (tanh(x) + 1) / 2)`.
+    Cost O(n r log n) to choose; up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
     """
 
     beta: int
@@ -177,9 +174,9 @@ class Buckets(Grouping):
 class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
-    `count` centroids per head are fitted by k-means on queries and keys together. The edges are the union over `rounds`
-    such sets, from different seeds. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` of the
-    pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
+    `count` centroids per head are fitted by k-means on queries and keys together; edges of `rounds` such sets, from
+    different seeds, are united. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` are edges:
+    with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -219,9 +216,8 @@ class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
     Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
-    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio is
-    always joined. So gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the
-    paper's.
+    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio
+    always is. So gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the paper's.
     """
 
     count: int
@@ -253,11 +249,11 @@ class ClusterPairs(Grouping):
 class BlockClusters(Selector):
     """(i, j) is an edge when a cluster has the blocks of query i and of key j, or the blocks are neighbours.
 
-    Blocks have `size` positions, a power of two, and are represented by the mean of their projected real tokens. A
-    cluster has the `top` query blocks and the `top` key blocks nearest to its centroid by Euclidean distance: of all
-    blocks (version 1 of arXiv 2109.12188, section 5 and appendix), or with `inside` of those for which it is the
-    nearest centroid (version 2). They take the place of BigBird's random blocks, beside its window of `window` blocks,
-    an odd number. `project`: the space in which `centroids` were fitted; None: q and k as they are.
+    Blocks of `size` positions, a power of two, are represented by the mean of their projected real tokens. A cluster
+    has the `top` query blocks and the `top` key blocks nearest to its centroid: of all blocks (version 1 of the paper),
+    or with `inside` of those for which it is the nearest centroid (version 2). They take the place of BigBird's random
+    blocks, beside its window of `window` blocks, an odd number. `project`: the space in which `centroids` were fitted;
+    None: q and k as they are.
 
     Not causal: a block's mean has all its tokens. Cost O(n r (D + centroids / size)) to choose, at most
     `size window + top size` keys a centroid per query.

@@ -24,7 +24,7 @@ class Projection(Learned):
 
     @property
     def rank(self) -> int:
-        """r, the dimension of the space."""
+        """The dimension r."""
         return self.query.shape[2]
 
 
@@ -36,7 +36,7 @@ class Fitted(Learned, listed=False):
 
     @property
     def rank(self) -> int:
-        """r, the dimension of the space."""
+        """The dimension r."""
         return self._first.shape[self.rank_axis]
 
     @property
@@ -108,9 +108,9 @@ class Joined(Fitted):
 
 
 def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tensor]:
-    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, or as they are, for every query head.
+    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r), in the space or as they are, in working precision, no gradient.
 
-    In working precision, without gradient. Cost O(n D r). Raises `ValueError` for a projection of other heads.
+    Cost O(n D r). Raises `ValueError` for a projection of other heads.
     """
     x = inputs
     query, key = working(x.query.detach()), working(x.key.detach())
@@ -150,7 +150,7 @@ def nearest(rows: Tensor, centroids: Tensor, count: int = 1) -> Tensor:
 
 
 def check_space(project: object, fitted: object = None) -> None:
-    """Refuse objects of other classes, and values fitted in another space than the projection's."""
+    """Refuse other classes, and values fitted in another space than the projection's."""
     if project is not None and not isinstance(project, Projection):
         raise TypeError(f"project: expected a Projection or None, got {type(project).__name__}")
     if fitted is not None and not isinstance(fitted, Fitted):
