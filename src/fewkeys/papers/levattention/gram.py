@@ -30,10 +30,8 @@ from fewkeys.sketch.tensor_power import tensor_features, width
 
 BLOCK_FEATURES = 1 << 22
 """Features in one block."""
-TRUST = 1e-8
-SLACK = 0.04
-MARGIN = 0.9
-"""(1 - MARGIN) covers SLACK and twice the rounding of the roots of the scores."""
+TRUST, SLACK, MARGIN = 1e-8, 0.04, 0.9
+"""1 - MARGIN covers SLACK and twice the rounding of the roots of the scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +112,8 @@ def basis(form: Normaliser) -> Basis:
 def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
     """The indices of keys that have every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
 
-    For p > 2 the bounds are Lewis weights. They miss only the part of a score from directions below 1e-7 of the
-    strongest, which is negligible for trusted queries.
+    For p > 2 by Lewis weights, which miss only what directions below 1e-7 of the strongest add to a score: negligible
+    for trusted queries.
     """
     if power == 2:
         change = basis(form)

@@ -21,9 +21,9 @@ class ScaledKeys:
 
     def __init__(self, key: Tensor, power: float) -> None:
         largest = torch.stack([part.abs().amax(0) for part in key.split(BLOCK)]).amax(0).double()
-        scale, most = power_of_two(largest), 2.0 ** (MODERATE / max(power, 2.0))
+        scale = power_of_two(largest)
         self.key = key
-        self.scale = scale if bool(((scale < 1 / most) | (scale > most)).any()) else None
+        self.scale = scale if bool((scale.log2().abs() > MODERATE / max(power, 2.0)).any()) else None
         self.largest = largest if self.scale is None else largest / self.scale
 
     def __len__(self) -> int:
@@ -43,9 +43,8 @@ class ScaledKeys:
         return self._scaled(self.key[index], torch.float64)
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones.
-
-        They are multiplied by the powers that divide the keys, and each by one more, which cancels in attention.
+        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones: times
+        the powers that divide the keys, and each times one more, which cancels in attention.
         """
         query = _unit(query.double())
         return query if self.scale is None else _unit(query * self.scale)

@@ -1,9 +1,9 @@
 """`heavy_entries`: the choice of an algorithm for each query, and the entries in one sorted list.
 
 `A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. For even p normalisers come from a small matrix
-(gram.py), and only keys whose sensitivity bound reaches eps are compared. The matrix only saves time: a query is
-answered directly, from its scores with all keys in float64, if rounding may have changed its normaliser by more than
-`TRUST`, or by enough to decide whether an entry reaches eps.
+(gram.py), and only keys whose sensitivity bound reaches eps are compared. Where rounding may have changed a normaliser
+by more than `TRUST`, or by enough to decide whether an entry reaches eps, the query is answered directly, from its
+scores with all keys in float64.
 """
 
 from collections.abc import Iterator
@@ -59,8 +59,8 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    There are at most `1 / eps` entries per query. A query whose scores are all zero, up to the rounding of a dot
-    product in float64, has none. Scores have no scale, which would cancel.
+    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. Scores
+    have no scale, which would cancel.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
@@ -68,7 +68,7 @@ def heavy_entries(
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
         lengths: (B,) real keys per sequence; the others are left out. All queries are answered.
-        sketch: parts to estimate from random sketches, within stated errors: see `Sketched`. None: exact.
+        sketch: parts to estimate, within the errors that `Sketched` states. None: exact.
         generator: the source of a sketch's randomness; default: seed 0 at every call.
 
     Returns:
@@ -81,7 +81,7 @@ def heavy_entries(
 
     Raises:
         TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
-            fit `power` (see `Sketched`).
+            fit `power`.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the authors' discussion; the control of rounding is ours.
     """
@@ -125,9 +125,8 @@ def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Pa
 
 
 def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly.
-
-    Where nothing is estimated, queries with a tie are answered directly as well.
+    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`; of the others, and where
+    nothing is estimated of those with a tie, directly.
     """
     if parts is None:
         yield from directly(query, keys, eps, power)

@@ -35,8 +35,7 @@ def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int
             query, key, gold, _ = gold_graph(piece, alpha)
             number = torch.rand(gold.shape, generator=draw).masked_fill_(~gold, -1.0).transpose(0, 1).flatten(1)
             top = number.topk(min(count, number.shape[1]), -1)
-            line, at_key = top.indices // gold.shape[3], top.indices % gold.shape[3]
-            sequence, at_query = line // gold.shape[2], line % gold.shape[2]
+            sequence, at_query, at_key = torch.unravel_index(top.indices, (len(gold), *gold.shape[2:]))
             head = torch.arange(gold.shape[1])[:, None]
             ends.add(top.values, torch.cat([query[sequence, head, at_query], key[sequence, head, at_key]], -1))
     query_ends, key_ends = ends.rows().chunk(2, -1)
