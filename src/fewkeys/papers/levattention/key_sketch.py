@@ -1,10 +1,9 @@
 """The universal set of a stream of keys, in constant memory.
 
 The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
-candidates. A key's leverage score against the keys seen so far can only fall as keys arrive: the denominator of
-`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose score falls below eps is dropped, and the candidates
-with scores of at least eps are exactly the universal set of the keys seen: one pass gives the same set as two. The
-candidates of two sketches include those of their union: sketches merge.
+candidates. A key's leverage score against the keys seen can only fall as keys arrive: the denominator of
+`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So keys with scores below eps are dropped, and one pass gives the same
+set as two. The candidates of two sketches include those of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
-    """The universal set of a stream of `shape` (B, H, N).
-
-    `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in working precision; `scores` (M,),
-    float64.
+    """The universal set of a stream of `shape` (B, H, N): `indices` (3, M), int64, as (batch, head, position), sorted;
+    `keys` (M, D), in working precision; `scores` (M,), float64.
     """
 
     indices: Tensor
@@ -48,14 +45,14 @@ class UniversalKeys:
 class KeySketch:
     """A sketch of a stream of keys that gives their scores and their universal set for weights `|s|^p`.
 
-    `update` takes the stream in pieces of any size; `merge` adds the sketch of the keys that follow. One pass:
-    `universal_set`. Two: `scores` of each piece after the whole stream. Rows of zeros (padding) only take a position.
+    `update` takes the stream in pieces of any size. One pass: `universal_set`. Two: `scores` of each piece after the
+    whole stream. Rows of zeros (padding) only take a position.
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
         power: an even power; m is the number of monomials of degree power / 2 (D for 2).
 
-    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and
+    Memory per head: m^2 float64 numbers and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and
     O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come. Directions in which the keys
     are below about 1e-7 of the strongest count as absent.
 
@@ -83,10 +80,7 @@ class KeySketch:
 
     @full_precision()
     def update(self, keys: Tensor) -> None:
-        """Take in the next keys of the stream, (B, H, N, D), N >= 0.
-
-        Raises `TypeError`, `ValueError` for tensors that are malformed or do not continue the stream.
-        """
+        """Take in the next keys (B, H, N, D), N >= 0. `TypeError`, `ValueError` if they do not continue the stream."""
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[2] == 0:
             return
         rows = checked("keys", keys)
@@ -99,7 +93,7 @@ class KeySketch:
 
     @full_precision()
     def merge(self, other: KeySketch) -> None:
-        """Take in the sketch of the keys that follow: their positions continue this sketch's. `other` is unchanged.
+        """Take in the sketch of the keys that follow, which is unchanged: their positions continue this sketch's.
 
         Raises `TypeError`, `ValueError` where `other` is not a sketch of such keys with the same eps and power.
         """
@@ -122,8 +116,8 @@ class KeySketch:
         """Leverage scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen.
 
         For larger powers those of the tensor powers, which bound the sensitivities. Their relative error is a few
-        `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their features) with columns scaled to unit
-        norm. Raises as `update`, and before the first `update`.
+        `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their features) with columns of unit norm.
+        Raises as `update`, and before the first `update`.
         """
         rows = checked("keys", keys)
         if not self.count:
@@ -133,10 +127,9 @@ class KeySketch:
 
     @full_precision()
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
-        """The keys seen so far with a score of at least `eps`: they have every entry >= eps of any query.
+        """The keys seen with a score of at least `eps`, at most `m / eps` per head: they have every entry >= eps.
 
-        eps: not below the sketch's; None: the sketch's. At most `m / eps` keys per head.
-        Raises `ValueError` for a smaller eps, and before any key was seen.
+        eps: default: the sketch's. Raises `ValueError` for a smaller one, and before any key was seen.
         """
         eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
         if eps < self.eps:

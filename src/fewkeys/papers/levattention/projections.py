@@ -2,8 +2,8 @@
 
 `S` (m, n) is drawn without looking at the data, and `|S x|^2` is `|x|^2` up to a relative error e in (0, 1), with
 probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` form one
-of dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after looking at S. The number
-of rows m that suffices follows from proved bounds:
+of dimension rank(K) <= D, so `S K` (m, D) answers for every y, also for one chosen after looking at S. Proved bounds
+give the number of rows m that suffices:
 
 - **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom: by
   Chernoff's bound it leaves (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)`. On a subspace of

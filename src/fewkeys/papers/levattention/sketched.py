@@ -1,10 +1,10 @@
 """`heavy_entries` from random sketches: the estimates, their errors and failure probabilities.
 
-Write `Z_i = |K q_i|^2` for the exact normalisers of power 2, and `F = S K` for a projection S (projections.py).
+Let `Z_i = |K q_i|^2`, the exact normalisers of power 2, and `F = S K` for a projection S (projections.py).
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
-  estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
-  with such scores >= eps have all estimated entries >= eps.
+  estimated entry is at most `k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys with such scores >= eps have
+  all estimated entries >= eps.
 - *Scores.* With `R^T R = F^T F` the score above is `|R^-T k_j|^2 = sup_y <k_j, y>^2 / |F y|^2`. If
   `|F y|^2 <= (1 + f) |K y|^2` for all y, it is at least the leverage score over `1 + f`. The lengths of the rows
   `R^-T k_j` are estimated from C random combinations of their D numbers. By the lower tail of chi-squared an estimate
@@ -64,10 +64,8 @@ class Sketched:
 
     A sketch that would be no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place
     of `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
-    and candidate.
-
-    Raises:
-        TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
+    and candidate. Raises `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to
+    estimate.
 
     Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; the module derives statements and constants.
     """

@@ -12,12 +12,8 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     mean, reduces the groups to d + 1 (`_reduce`), scales the weights in a group by the change of the group's weight,
     and drops the empty groups.
 
-    Args:
-        weights: (R, N) float64, non-negative.
-        points: (N, d) float64; duplicates and points in a common subspace are allowed.
-
-    Returns:
-        (R, N) with at most d + 1 nonzeros per row. Cost O(N d + d^3 log(N / d)) per row; memory O(N d) per row.
+    weights: (R, N) float64, non-negative. points: (N, d) float64, duplicates and points in a common subspace included.
+    Returns (R, N). Cost per row: O(N d + d^3 log(N / d)), memory O(N d).
 
     Source: Maalouf, Jubran, Feldman, Fast and accurate least-mean-squares solvers (arXiv 1906.04705), algorithm 2.
     """

@@ -14,16 +14,15 @@ of the matrix itself, which iterative refinement would amplify for thin polytope
 
 
 def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor) -> Tensor:
-    """Weights on the simplex whose combination of `points` has the smallest norm.
+    """Weights (R, S) on the simplex whose combination of `points` has the smallest norm.
 
     Args:
-        points: (R, S, d) float64, relative to the target (the target is zero).
+        points: (R, S, d) float64, relative to the target.
         allowed: (R, S) bool, the points that may be used; at least one per row.
-        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero.
+        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero, as in the result.
 
-    Returns:
-        (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or when
-        rounding stops the descent. Cost per row and step: a Cholesky factorisation of size min(S, d + 2), and 2 S d.
+    A row stops when its duality gap is 1e-12 of the squared norm, or when rounding stops the descent. Cost per row and
+    step: a Cholesky factorisation of size min(S, d + 2), and 2 S d.
     """
     rows, count, _ = points.shape
     scale = points.square().sum(-1).masked_fill(~allowed, 0.0).amax(1)

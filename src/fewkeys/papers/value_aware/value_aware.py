@@ -26,17 +26,13 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
     """The r largest weights of every row, put back on the simplex.
 
     Args:
-        weights: (..., N), non-negative rows that sum to one.
+        weights: (..., N), non-negative rows that sum to one; rows of zeros stay zero.
         r: largest number of nonzeros per row, at least 1.
         form: "renormalised": `b_j = a_j / sum_S a`, which keeps proportions. "projected":
             `b_j = a_j + (1 - sum_S a) / |S|`, the Euclidean projection onto the simplex over S, which is the l2-best
             approximation of the row with at most r entries.
 
-    Returns:
-        (..., N) with at most r nonzeros per row; rows sum to one (rows of zeros stay zero). Cost O(N log r) per row.
-
-    Raises:
-        TypeError, ValueError: malformed weights, r < 1, unknown form.
+    Returns (..., N). Cost O(N log r) per row. Raises `TypeError`, `ValueError` for malformed arguments.
 
     Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3.
     """
@@ -65,8 +61,8 @@ def value_aware(
 
     - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem);
     - `r = 1`: exact, the value nearest to the output;
-    - between: NP-hard in general. "auto" is the best, row by row, of greedy growth and of elimination from the
-      Caratheodory solution, both improved by pairwise exchanges, with the best weights for every support tried.
+    - between: NP-hard in general. "auto" is the best of greedy growth and of elimination from the Caratheodory
+      solution, both improved by pairwise exchanges, with the best weights for every support tried.
 
     The result is never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
 
@@ -75,8 +71,8 @@ def value_aware(
         values: (..., N, Dv); its leading dimensions broadcast to those of weights.
         r: largest number of nonzeros per row, at least 1.
         method: "auto", or for the sizes between one solver alone: "greedy" or "eliminate".
-        mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight. Default: every key, also
-            those with weight zero, so give the causal or padding mask.
+        mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight. Default: everywhere, so give
+            the causal or padding mask.
 
     Returns:
         (..., Nq, N) in the dtype of weights, computed in float64. Cost per row: exact `O(N Dv + Dv^3 log(N / Dv))`;
@@ -132,8 +128,8 @@ def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Met
 def _plane_coordinates(points: Tensor) -> Tensor:
     """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean: (N, rho).
 
-    All distances stay. Centring keeps a common offset from drowning the differences. rho counts the singular values
-    above 1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero.
+    Distances stay. Centring keeps a common offset from drowning the differences. rho counts the singular values above
+    1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero.
     """
     left, sizes, _ = torch.linalg.svd(points - points.mean(0), full_matrices=False)
     # The rounding of the subtraction is relative to the points, not to the differences.
