@@ -1,5 +1,6 @@
 """The plans that every comparison shows: bounds, controls, known methods, and ours."""
 
+from fewkeys.core.validation import check_count
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import Moments
 from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window
@@ -15,7 +16,7 @@ SINKS = 4
 def standard_plans(
     slots: int, *, is_causal: bool = False, head_dim: int | None = None, length: int | None = None
 ) -> dict[str, Plan]:
-    """Every standard row at `slots` slots per query, by its name in tables and figures.
+    """Every standard row at `slots` >= 1 slots per query, by its name in tables and figures.
 
     - "top-k per query (oracle)", "best shared columns (oracle)" (the keys with the largest total weight, the same for
       all queries of a head): they compute all scores, and are bounds only.
@@ -25,11 +26,8 @@ def standard_plans(
     - "moments": a Gaussian stand-in for all dropped keys, whose price depends on `head_dim`, and a window of the other
       slots.
     - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
-
-    Raises ValueError if `slots` is not a positive int.
     """
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ValueError(f"slots: expected an int >= 1, got {slots!r}; pass a number of keys, such as 64")
+    check_count("slots", slots)
     sinks, half = min(SINKS, slots), slots // 2
     spare = 0 if head_dim is None else int(slots - Moments().slots(head_dim, head_dim))
     keeps = {
