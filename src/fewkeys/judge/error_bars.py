@@ -49,9 +49,8 @@ FIRST = 64
 class ErrorBars:
     """Estimates of exact attention, with error bars.
 
-    `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
-    gives none; `reached` (B, Hq, Nq), bool: whether the bar is as small as asked for; `drawn` (B, Hq, Nq), int32: keys
-    drawn.
+    `output` (B, Hq, Nq, Dv); of each query (B, Hq, Nq): `error`, the bar on `|output - exact| / |exact|`, infinite
+    where the sample gives none; `reached`, bool: whether it is as small as asked for; `drawn`, int32: keys drawn.
     """
 
     output: Tensor
@@ -77,23 +76,21 @@ def error_bars(
 
         bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
 
-    Every query attends to the keys that the plan keeps and, in place of the plan's stand-ins, to keys drawn from the
-    others: 64, 128, .. until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`,
-    without errors of rounding, with probability `confidence` or more over the draws and the rotation of the codes, for
-    keys and values that do not depend on these: pass a generator with a secret seed if an adversary may choose keys.
+    Every query attends to the plan's keys and, in place of its stand-ins, to keys drawn from the others: 64, 128, ..
+    until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`, without errors of
+    rounding, with probability `confidence` or more over the draws and the rotation of the codes, for keys and values
+    that do not depend on these: pass a generator with a secret seed if an adversary may choose keys.
     docs/quality-control.md has the measured coverage.
 
     Args:
         query, key, value: as in `fewkeys.attention`, without gradient.
-        plan: one with `Softmax()`. It runs also where exact attention is faster.
-        error: the relative error to reach.
-        confidence: of every bar, in (0, 1).
+        plan: one with `Softmax()`. It runs also where exact attention is faster. If it keeps every key, bars are zero.
+        error, confidence: the relative error to reach; the confidence of every bar, in (0, 1).
         most: the most draws of a query, at least 2.
         **options: those of `fewkeys.attention` but `distance_bias`. `generator` is the source of the plan's
             randomness, the rotation and the draws; default: fixed seeds.
 
-    Where the plan keeps every key, the output is exact and its bars are zero. Raises `TypeError` or `ValueError` for
-    malformed input, and whatever the plan refuses.
+    Raises `TypeError` or `ValueError` for malformed input, and whatever the plan refuses.
 
     Cost O(N D^2) for the codes; for a query O(n D) for scanning them, as for exact scores, and
     O((kept + drawn) (D + Dv)). Exact attention is faster.
@@ -176,8 +173,8 @@ class _Sampled:
         return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
 
     def _of_kept(self, query: Tensor, head: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and, in units of exp(top), the sums of
-        weights (R,) and of weighted values (R, Dv).
+        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and the sums of weights (R,) and of
+        weighted values (R, Dv), in units of exp(top).
         """
         used, place = kept.byte().topk(max(1, int(kept.sum(-1).max())), -1)
         score, values = self._read(query, head, place)
@@ -195,7 +192,7 @@ class _Sampled:
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys (R, most) drawn by weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
 
-        All rows draw as often, so that a row's draws do not depend on others.
+        All rows draw as often: a row's draws do not depend on others.
         """
         top = log.amax(-1, keepdim=True)
         log = log.sub(top.masked_fill(top == -torch.inf, 0.0)).double()
@@ -210,9 +207,8 @@ class _Sampled:
 
 
 def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:
-    """How far the mean of `count` vectors may be from its expectation, but for a probability of at most `miss`.
-
-    deviation: the root of the trace of their covariance; bound: of their lengths.
+    """How far the mean of `count` vectors of at most the length `bound` may be from its expectation, but for a
+    probability of at most `miss`; deviation: the root of the trace of their covariance.
     """
     width: Tensor = student(1 - miss, count - 1) / count**0.5 * deviation - math.log(miss) / count * bound
     return width

@@ -1,6 +1,6 @@
 """Exact attention, the reference for every plan of a comparison: `W = softmax(scale * query key^T)`, output `W value`.
 
-`W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
+W (n x n) exists for one block of sequences and heads at a time, and is shared by all plans.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
 BLOCK = 2**22
-"""Entries of W in a block (float32: 16 MB). glibc maps pieces of more than 32 MB anew each time, page by page, which
-takes as long as the arithmetic.
+"""Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, page by page, which takes as
+long as the arithmetic.
 """
 TIMED = 2**25
 """The most entries of W that plans are timed on: oracles store them."""
@@ -65,12 +65,11 @@ def first_sequence(call: AttentionInputs) -> Block:
 def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     """Cut one attention call into blocks of at most `most` (`BLOCK`) entries of W, or one sequence and key head.
 
-    Padding is cut out, of the queries too. Padded sequences take a block each.
+    Padding is cut out, of the queries too: padded sequences take a block each.
     """
     query, key, value = call.query, call.key, call.value
     mask = None if call.key_mask is None or bool(call.key_mask.all()) else call.key_mask
-    if mask is not None and call.query_offset:
-        got = call.query_offset
+    if mask is not None and (got := call.query_offset):
         raise ValueError(f"query_offset: expected 0 for padded sequences, got {got}; capture whole sequences")
     if mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")

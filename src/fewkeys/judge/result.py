@@ -25,16 +25,15 @@ SHOWN = 16
 class Row:
     """One plan at one budget, judged over every layer, head and valid query.
 
-    The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
+    The error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
 
     Attributes:
-        name: unique in a report together with `budget`.
-        budget: the requested slots; None for a plan that was not made for a budget (exact attention).
+        name, budget: unique in a report together; the requested slots, None for a plan not made for a budget.
         kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
-        plan: the plan in words; `config`: as `Plan.to_dict()` gives it.
+        plan, config: the plan in words; as `Plan.to_dict()` gives it.
         slots: mean slots per query: kept keys plus the price of the stand-ins.
-        error: mean relative error over queries, heads and layers; `error_p50`, `error_p90`: quantiles (to within 0.1
-            percent, from a histogram).
+        error: mean over queries, heads and layers; `error_p50`, `error_p90`: quantiles (to within 0.1 percent, from a
+            histogram).
         worst_head: [layer, head] with the largest mean error, `worst_head_error`.
         mass: mean share of a query's exact attention weight on its kept keys.
         recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
@@ -45,8 +44,7 @@ class Row:
             `scaled_dot_product_attention`, in turns with the plan.
         per_layer: a number for each layer under "error", "mass", "recall" and "slots".
         per_head: a list for each layer, a number for each query head, under "error", "mass" and "recall".
-        kept: for each layer and query head, a character for each query and key of `Report.sample`: "1" if the plan
-            keeps the key.
+        kept: for each layer and query head, a character for each query and key of `Report.sample`: "1": kept.
     """
 
     name: str
@@ -127,8 +125,7 @@ class Report:
     """All rows of one comparison, and the settings to repeat it.
 
     The JSON form is an object with these keys, `"schema": "fewkeys.report/1"` and a checksum. Numbers that do not exist
-    are null, never NaN. Only times, `versions` and `machine` depend on the machine (up to rounding), nothing on the
-    date.
+    are null. Only times, `versions` and `machine` depend on the machine (up to rounding), nothing on the date.
 
     Attributes:
         model: name or folder of the model.
