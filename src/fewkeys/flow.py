@@ -93,9 +93,8 @@ def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = No
     parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
     if len(parts) == 1:
         return parts[0][0]
-    output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
     order = torch.cat([heads for _, heads in parts]).argsort()
-    return output[:, order].flatten(1, 2)
+    return torch.cat([output for output, _ in parts], 1)[:, order]
 
 
 def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
@@ -176,7 +175,7 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
-    """The distinct plans of the key heads, each with its heads (H,) and the problem of these heads alone."""
+    """The distinct plans of the key heads, each with its query heads (H,) and the problem of these heads alone."""
     plans = (plans,) if isinstance(plans, Plan) else plans
     if len(plans) == 1:
         plans = [*plans] * inputs.kv_heads
@@ -187,7 +186,8 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
         heads.setdefault(plan, []).append(head)
     for plan, its_heads in heads.items():
         index = torch.tensor(its_heads, device=inputs.key.device)
-        yield plan, index, inputs if len(heads) == 1 else inputs.heads(index)
+        query_heads = torch.arange(inputs.query_heads, device=index.device).view(inputs.kv_heads, -1)[index]
+        yield plan, query_heads.flatten(), inputs if len(heads) == 1 else inputs.heads(index)
 
 
 def check_plan(plan: object) -> None:

@@ -109,8 +109,7 @@ def judge_block(
     output = torch.empty_like(truth.output)
     edges = torch.empty_like(truth.heavy)
     price = output.new_zeros(inputs.query_heads)
-    for plan, index, part in by_plan(inputs, entry.plans(layer, block)):
-        heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
+    for plan, heads, part in by_plan(inputs, entry.plans(layer, block)):
         generator.manual_seed(generator.initial_seed())
         part_output, graph = answer(choose(plan, part))
         output[:, heads] = part_output.float()

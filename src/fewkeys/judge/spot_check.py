@@ -81,8 +81,7 @@ def check_call(
     if inputs.needs_rescaling:  # squares of large outputs would overflow
         inputs, _ = rescaled(inputs)
     estimates = []
-    for part_plan, key_heads, part in by_plan(inputs, plan):
-        heads = torch.arange(inputs.query_heads, device=key_heads.device).view(inputs.kv_heads, -1)[key_heads].flatten()
+    for part_plan, heads, part in by_plan(inputs, plan):
         choice = choose(part_plan.never_exact(), part)
         if choice.is_exact:
             sample = draw(part, torch.zeros(queries, device=part.query.device))
