@@ -49,7 +49,7 @@ class HeaviestKeys:
         self.weights[layer].append(largest)
 
     def kept(self, layer: int, edges: Tensor) -> list[str]:
-        """For each head of the block added last, a flag for each of its keys: whether `edges` (H, N, Nk) have it."""
+        """For each head of the block added last, flags of its keys: whether `edges` (H, N, Nk) have them."""
         flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
@@ -100,10 +100,7 @@ class Entry:
 def judge_block(
     entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl, keys: HeaviestKeys | None
 ) -> None:
-    """Run the plan of an entry on one block, and add its errors to the tally.
-
-    `keys`: the sample, if the block begins with the first sequence.
-    """
+    """Run an entry's plan on one block, and add its errors to the tally. keys: for blocks with the first sequence."""
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
     output = torch.empty_like(truth.output)

@@ -25,8 +25,7 @@ class SpotCheck:
 
     Attributes:
         error: the estimate, unbiased.
-        low, high: the interval.
-        confidence: the probability that it contains the mean over all queries.
+        low, high: the interval that contains the mean over all queries with probability `confidence`.
         queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
             plan is exact attention on such input.
         of: how many there are. If `queries` equals `of`, error, low and high are the error itself.

@@ -38,8 +38,8 @@ STEP = Split(1 / 16, 1 / 8, 1 / 16)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and the slots that a query pays for it: the most keys (of recent blocks: on average over a block), plus
-    stand-ins. `split`: the shares that it was made from, if any.
+    """A plan and its slots: the most keys of a query (of recent blocks: on average over a block), plus stand-ins.
+    `split`: the shares that it was made from, if any.
     """
 
     plan: Plan

@@ -28,7 +28,7 @@ from fewkeys.tuning.candidates import Candidate
 
 
 class Scores(NamedTuple):
-    """Errors (key heads, K), float64: means over queries, and over the query heads that share keys. `output_change` is
+    """Errors (key heads, K), float64: means over queries, and over the query heads that share keys; `output_change` is
     zero without captured gradients.
     """
 
@@ -52,8 +52,7 @@ def score_layer(
     for call in capture.calls(layer):
         generator = torch.Generator(call.query.device).manual_seed(0)
         common = call.checked(generator)
-        truth = exact.attend(common, Softmax()).float()
-        real = _real(common)
+        truth, real = exact.attend(common, Softmax()).float(), _real(common)
         squared_size = torch.linalg.vector_norm(_layer_output(truth, projection), dim=-1).square().clamp_min(1e-30)
         key_statistics(common)
         clusters, problem = -1, common

@@ -43,20 +43,20 @@ def tune(
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
     Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
-    mean slots, are run in every head of the captured text; then neighbours of the best splits, and other rules for
-    their heavy keys. Causal: scans, up to 6 times the mean, and sinks with a window, down to 1/8; `memory="constant"`:
-    recent blocks and running means, sinks, leverage and windows; where scores have a bias of the distance (T5): sinks,
-    leverage and windows. The choice minimises, over all heads h,
+    mean slots, are run in every head of the captured text; then neighbours of the best, and other rules for their heavy
+    keys. Causal: scans, up to 6 times the mean, and sinks with a window, down to 1/8; `memory="constant"`: sinks,
+    leverage and windows, recent blocks and running means; with a bias of the distance (T5): sinks, leverage and
+    windows. The choice minimises, over all heads h,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
     or, where the capture holds gradients, sum_h output_change_h, at the price per slot that the budget allows
     (Lagrange; the optimum among all choices of that many slots). `fewkeys.tuning.score` defines these errors: added_h
-    is that of the layer's output *after the output projection*, relative_h that of the head's own output. `budget` is
+    of the layer's output *after the output projection*, relative_h of the head's own. `budget` is
     `fewkeys.budget(slots)`; for causal scores with a bias, sinks and a window.
 
     Args:
-        capture: from `fewkeys.capture`, on text like the text that the model will see.
+        capture: from `fewkeys.capture`, on text like that which the model will see.
         slots: per query, on average over all heads of the model; default 64.
         max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
             are then as few as the candidates allow.
@@ -148,7 +148,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 @dataclass
 class _Scorer:
-    """Scores candidates layer by layer, and stores the scores in a folder so that an interrupted run can continue."""
+    """Scores candidates layer by layer, and stores the scores in a folder."""
 
     capture: Capture
     folder: Path | None
