@@ -49,8 +49,8 @@ class EntmaxSupport(Selector):
 class GlobalTokens(CountedSelector):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
-    In cross-attention, and for queries after a cache, the position of query i decides. Under causality the first tokens
-    see their past only. Cost O(n count).
+    In cross-attention, and for queries after a cache, the position of query i decides. Under causality the first
+    tokens see their past only. Cost O(n count).
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """
@@ -74,9 +74,8 @@ class GlobalTokens(CountedSelector):
 
 @dataclass(frozen=True)
 class RandomEdges(CountedSelector):
-    """Every query keeps `count` of the keys that it may see, drawn by the call's generator without replacement.
-
-    The control for edges. Query heads that share their keys share the draw. Cost O(n^2).
+    """The control for edges: every query keeps `count` of the keys that it may see, drawn by the call's generator
+    without replacement. Query heads that share their keys share the draw. Cost O(n^2).
     """
 
     is_oracle: ClassVar[bool] = True

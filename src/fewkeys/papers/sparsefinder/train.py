@@ -183,8 +183,8 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
     """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
 
-    `gold` and the visible pairs `seen`: bool (B, H, N, M), broadcast. A row has as many others as gold keys, or fewer
-    that count more; without others it is zero. Cost O(N M log M).
+    `gold` and the visible pairs `seen`: bool, broadcast. A row has as many others as gold keys, or fewer that count
+    more; without others it is zero. Cost O(N M log M).
     """
     others, gold_count = seen & ~gold, gold.sum(-1)
     number = torch.minimum(gold_count, others.sum(-1))

@@ -47,7 +47,7 @@ def _reduce(weights: Tensor, points: Tensor) -> Tensor:
 
     The rows of Z, (g - d - 1, g), are an orthonormal basis of moves that change neither. Walk along the first until a
     weight is zero; reflect Z (Householder) so that only its first row still moves that weight; drop that row. Z stays
-    orthonormal, so rounding does not build up, and no pivot can be small.
+    orthonormal: rounding does not build up, and no pivot can be small.
     """
     rows, groups, d = points.shape
     # The scale of the points does not change the moves; it keeps the column of ones significant beside large values.

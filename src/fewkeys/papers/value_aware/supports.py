@@ -1,6 +1,6 @@
 """The search for the r values to combine, for `value_aware` where no exact method is known.
 
-Solvers work on the rows of one head and choose the indices of a `Fit`: `refit` finds the best weights.
+Solvers choose indices for the rows of one head; `refit` finds the best weights.
 """
 
 from functools import reduce
@@ -87,8 +87,7 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     """Indices and feasible weights of 2..r values by size, by elimination from the Caratheodory solution.
 
     Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
-    inverse of the Gram matrix on weights of sum zero, the squared error grows by `w_a^2 / P_aa`. P itself follows by
-    a rank-one downdate.
+    inverse of the Gram matrix on weights of sum zero, downdated by rank one, the squared error grows by `w_a^2 / P_aa`.
     """
     count, dim = rows.points.shape
     weights, index = caratheodory(rows.weights, rows.points).topk(min(count, dim + 1), 1)
@@ -124,7 +123,7 @@ def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
     """Swap one value for another while that helps. Memory O(R r N).
 
     A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
-    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted.
+    exact step is taken towards the new one. The `tries` most promising pairs are re-fitted.
     """
     count, slots = rows.points.shape[0], fit.indices.shape[1]
     if count <= slots:
@@ -185,9 +184,9 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
 def search(rows: Mixtures, r: int) -> Fit:
     """The best of all solvers for every size up to r.
 
-    The candidates of size k are the solution of size k - 1 with one more slot, the elimination with k left, and the k
-    largest weights, so the error never increases with r. `exchange` improves the best; with few keys, where a bad local
-    optimum costs more, every candidate.
+    Candidates of size k are the solution of size k - 1 with one more slot, so that the error never increases with r,
+    the elimination with k left, and the k largest weights. `exchange` improves the best; with few keys, where a bad
+    local optimum costs more, every candidate.
     """
     fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
@@ -201,9 +200,8 @@ def search(rows: Mixtures, r: int) -> Fit:
 
 
 def _gain(points: Tensor, output: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """The decrease of the squared error by the best step from `output` (R, a, d) to each point, and that step's length.
-
-    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1].
+    """The decrease of the squared error by the best step from `output` (R, a, d) to each point, and that step's length
+    t: `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1].
     """
     along = (output * error).sum(-1, keepdim=True) - error @ points.mT
     length = points.square().sum(-1) - 2 * (output @ points.mT) + output.square().sum(-1, keepdim=True)
