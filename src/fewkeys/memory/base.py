@@ -1,16 +1,14 @@
-"""The interface of a stream's memory."""
+"""What the two kinds of a stream's memory share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.fields import Buffer
-from fewkeys.memory.checks import Kind
 from fewkeys.plan import Plan
 
 LeafType = Literal["model", "int8"]
@@ -44,62 +42,6 @@ class SavedFacts:
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
         return dtype
-
-
-class Memory(Protocol):
-    """The memory of sequences that have the same padding: a class of `Fields`.
-
-    Every change returns a new memory. The old one, which may share tensors with it, must not be used again.
-    """
-
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """What `extend` changes in place."""
-
-    @property
-    def fewest(self) -> int:
-        """The smallest number of tokens that `crop` can leave."""
-
-    @staticmethod
-    def check(plan: Plan) -> None:
-        """Raise `TypeError` or `ValueError` for a plan without such memory."""
-
-    @staticmethod
-    def begin(rules: Rules, key: Tensor, value: Tensor) -> Memory:
-        """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
-
-    @staticmethod
-    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Memory:
-        """The memory of `count` tokens with these facts and tensors of a file; `ValueError` if they are not valid."""
-
-    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Allocate memory for `extend`, or raise `MemoryError` before anything has changed."""
-
-    def extend(
-        self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
-    ) -> tuple[Self, Tensor | None]:
-        """The memory with N more tokens, and the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if any.
-
-        `is_large`: squares of entries may overflow.
-        """
-
-    def crop(self, count: int) -> Self:
-        """The memory of the first `count` tokens."""
-
-    def merge(self, other: Self) -> Self:
-        """The memory of these tokens and then those of `other`, which has the same plan."""
-
-    def facts(self) -> dict[str, Any]:
-        """The fields of `SavedFacts`."""
-
-    def tensors(self, root: str = "") -> dict[str, Tensor]: ...
-
-    def select(self, index: Tensor) -> Self: ...
-
-    def bytes(self) -> int: ...
 
 
 def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ LEAST = 8
 
 @dataclass(frozen=True, eq=False)
 class Coded(Fields):
-    """The `Memory` of `KeyScan`.
+    """The memory of `KeyScan`.
 
     codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): of all keys and
     values before each block and before the unfinished one.
@@ -65,11 +65,13 @@ class Coded(Fields):
 
     @staticmethod
     def check(plan: Plan) -> None:
+        """Raise `ValueError` or `TypeError` for a plan without such memory."""
         if len(plan.parts) != 1:
             raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Coded:
+        """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
         rows, later = HeldRows.empty(rules.leaves, key, value), None
         if rules.plan.exact_if_faster and rules.leaves != "model":
             rows, later = HeldRows.empty("model", key, value), rows
@@ -86,14 +88,17 @@ class Coded(Fields):
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
+        """What `extend` changes in place."""
         later = () if self.later is None else self.later.buffers
         return (*self.rows.buffers, *later, self.codes, self.sigma, self.sums)
 
     @property
     def fewest(self) -> int:
+        """The smallest number of tokens that `crop` can leave."""
         return 0
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        """Allocate memory for `extend`, or raise `MemoryError` before anything has changed."""
         total = self.rows.count + key.shape[2]
         if self.later is None:
             self.rows.make_room(total)
@@ -103,6 +108,10 @@ class Coded(Fields):
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Coded, Tensor | None]:
+        """The memory with N more tokens, and the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if any.
+
+        `is_large`: squares of entries may overflow.
+        """
         memory = replace(self, is_large=True) if is_large and not self.is_large else self
         if query is None:
             memory.rows.append(key, value)
@@ -172,6 +181,7 @@ class Coded(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
+        """The memory of `count` tokens in the facts and tensors of a file; `ValueError` if they are not valid."""
         if facts.moved is not None:
             raise ValueError(f"expected no number of moved tokens for a KeyScan, got {facts.moved}")
         rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")

@@ -74,7 +74,7 @@ def parts_of(plan: Plan) -> Parts:
 
 @dataclass(frozen=True, eq=False)
 class Constant(Fields):
-    """The `Memory` of other plans.
+    """The memory of all plans but `KeyScan`; its methods are those of `Coded`.
 
     dtype: of the tokens as they come; before: the states at the ends of the latest units, for `crop` of the last `undo`
     tokens.
@@ -134,12 +134,6 @@ class Constant(Fields):
         while count < state.moved:
             state = before.pop()
         return replace(self, state=state.crop(count), before=tuple(before))
-
-    def merge(self, other: Constant) -> Constant:
-        raise ValueError(
-            f"other: expected streams of a KeyScan, which hold every key, got {self.rules.plan}, whose memory of a "
-            "fixed size cannot be joined; append the tokens themselves"
-        )
 
     def facts(self) -> dict[str, Any]:
         return {"moved": self.state.moved, "dtype": str(self.dtype)}

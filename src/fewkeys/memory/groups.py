@@ -11,8 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fewkeys.memory.base import Memory
+from fewkeys.memory.coded import Coded
+from fewkeys.memory.constant import Constant
 
+Memory = Coded | Constant
+"""The memory of sequences that have the same padding.
+
+Every change returns a new memory. The old one, which may share tensors with it, must not be used again.
+"""
 Gaps = tuple[tuple[int, int], ...]
 """Ranges of padding: the place of the first token, and the place after the last."""
 
@@ -62,9 +68,14 @@ class Group:
         index, others = (self.rows[:, None] == other.rows).nonzero().unbind(1)
         if not len(index):
             return None
-        memory = self.memory.select(index).merge(other.memory.select(others))
+        memory, further = self.memory.select(index), other.memory.select(others)
+        if not (isinstance(memory, Coded) and isinstance(further, Coded)):
+            raise ValueError(
+                f"other: expected streams of a KeyScan, which hold every key, got {memory.rules.plan}, whose memory of "
+                "a fixed size cannot be joined; append the tokens themselves"
+            )
         gaps = tuple((start + length, stop + length) for start, stop in other.gaps)
-        return replace(self, rows=self.rows[index], gaps=joined(self.gaps, gaps), memory=memory)
+        return replace(self, rows=self.rows[index], gaps=joined(self.gaps, gaps), memory=memory.merge(further))
 
 
 def real_tokens(gaps: Gaps, length: int) -> int:

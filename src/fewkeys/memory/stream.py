@@ -1,6 +1,6 @@
 """Streams: append keys and values, attend with their queries, and keep what later queries may need.
 
-A `Stream` divides its batch into groups. The `Memory` of a group is `Constant`, of a fixed size, or `Coded`, with every
+A `Stream` divides its batch into groups. The memory of a group is `Constant`, of a fixed size, or `Coded`, with every
 key and its code.
 """
 
@@ -20,7 +20,7 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.precision import full_precision, lowered, widened, working_dtype
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
-from fewkeys.memory.base import LeafType, Memory, Rules, check_leaves
+from fewkeys.memory.base import LeafType, Rules, check_leaves
 from fewkeys.memory.checks import Kind, NewTokens, check_query, check_tokens
 from fewkeys.memory.coded import Coded
 from fewkeys.memory.constant import Constant
@@ -370,5 +370,5 @@ def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str
     return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{form}"
 
 
-def _memory_class(plan: object) -> type[Memory]:
-    return cast("type[Memory]", Coded if isinstance(plan, Plan) and plan.scanned else Constant)
+def _memory_class(plan: object) -> type[Coded | Constant]:
+    return Coded if isinstance(plan, Plan) and plan.scanned else Constant
