@@ -18,14 +18,12 @@ import torch
 import fewkeys
 from cases import CASES, SHAPES
 from fewkeys import demo
-from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.catalogue import Listed, listed
 from fewkeys.core.validation import check_inputs
-from fewkeys.core.weights import WEIGHTS
 from fewkeys.cost.operations import plan_operations
 from fewkeys.rest import Rest
-from fewkeys.rest.base import RESTS
 from fewkeys.select import Selector
-from fewkeys.select.base import SELECTORS
+from fewkeys.weights import Weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -138,13 +136,12 @@ def test_a_name_that_lives_in_a_room_is_shown_the_way_there():
 
 
 def test_all_that_is_listed_is_public_and_concrete():
-    listed = Catalogue(Listed).named()
-    listed = {name: kind for name, kind in listed.items() if not kind.__module__.startswith("experiments.")}
-    for name, kind in listed.items():
+    kinds = {name: kind for name, kind in listed(Listed).items() if not kind.__module__.startswith("experiments.")}
+    for name, kind in kinds.items():
         assert [room for room in ROOMS if getattr(room, name, None) is kind], name
-    assert not any(inspect.isabstract(kind) for kind in listed.values())
-    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Fitted"}.isdisjoint(listed)
-    assert all(kind.__module__.startswith("fewkeys.") for kind in listed.values())  # and none of a test's own
+    assert not any(inspect.isabstract(kind) for kind in kinds.values())
+    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Fitted"}.isdisjoint(kinds)
+    assert all(kind.__module__.startswith("fewkeys.") for kind in kinds.values())  # and none of a test's own
 
 
 def test_the_parts_of_papers_are_loaded_when_a_plan_names_them(tmp_path):
@@ -162,9 +159,9 @@ def test_the_parts_of_papers_are_loaded_when_a_plan_names_them(tmp_path):
 
 def test_the_table_of_cases_has_all_that_is_listed():
     plans = [case.part for case in CASES.values()]
-    assert {type(part) for plan in plans for part in plan.parts} == set(SELECTORS)
-    assert {type(plan.rest) for plan in plans} == set(RESTS)
-    assert {type(plan.weights) for plan in plans} == set(WEIGHTS)
+    assert {type(part) for plan in plans for part in plan.parts} == {*listed(Selector).values()}
+    assert {type(plan.rest) for plan in plans} == {*listed(Rest).values()}
+    assert {type(plan.weights) for plan in plans} == {*listed(Weights).values()}
 
 
 def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
@@ -173,7 +170,7 @@ def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
         count: int = 3
         select, covers, work = fewkeys.Sinks.select, fewkeys.Sinks.covers, fewkeys.Sinks.work
 
-    assert Sinks not in SELECTORS
+    assert Sinks not in listed(Selector).values()
     q = torch.randn(1, 1, 9, 4)
     assert torch.equal(fewkeys.attention(q, q, q, keep=Sinks()), fewkeys.attention(q, q, q, keep=fewkeys.Sinks(3)))
     with pytest.raises(TypeError, match=r"^plan: expected a class name that fewkeys does not use, got Sinks"):

@@ -9,12 +9,11 @@ from experiments.sparsefinder import baselines
 import fewkeys as fk
 from cases import CASES, CAUSAL_SHAPES, SHAPES
 from executors import DTYPES, FORMS, WAYS, Way, runs, support, ways
+from fewkeys.core.catalogue import listed
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.problem import prepare
 from fewkeys.papers import sparsefinder
-from fewkeys.rest.base import RESTS
-from fewkeys.select.base import SELECTORS
 from native_cases import needs_compiler
 
 ROWS = "a list of keys for every query"
@@ -62,7 +61,7 @@ def reasons(way):
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl == "native"], ids=str)
 def test_every_part_has_a_kernel_or_a_reason(way):
     by_part = reasons(way)
-    assert set(by_part) == {*SELECTORS, *RESTS}
+    assert set(by_part) == {*listed(fk.select.Selector, fk.rest.Rest).values()}
     lost = {kind for kind, message in by_part.items() if None not in message}
     assert lost == set(LEFT_TO_TORCH)
     for kind, reason in LEFT_TO_TORCH.items():

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.core.catalogue import Catalogue
+from fewkeys.core.catalogue import listed
 from fewkeys.core.validation import check_inputs
-from fewkeys.core.weights import WEIGHTS
 from fewkeys.papers import sparsefinder
-from fewkeys.rest.base import RESTS
-from fewkeys.select.base import SELECTORS
 
 TOKENS = 64
 EXAMPLES: dict[str, Any] = {
@@ -31,18 +28,17 @@ EXAMPLES: dict[str, Any] = {
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
 CAUSAL = ("RecentBlocks", "KeyScan")
-SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
-    "select": ("Selectors", SELECTORS, "Which keys each query attends to exactly."),
-    "rest": ("Rest", RESTS, "What stands in for the keys that are not kept."),
-    "weights": ("Weights", WEIGHTS, "How scores become weights."),
+SECTIONS = {
+    "select": ("Selectors", listed(fk.select.Selector), "Which keys each query attends to exactly."),
+    "rest": ("Rest", listed(fk.rest.Rest), "What stands in for the keys that are not kept."),
+    "weights": ("Weights", listed(fk.weights.Weights), "How scores become weights."),
 }
 
 
 def pages() -> dict[str, str]:
     """Markdown by place: a page for each part, and one that lists them."""
     markdown = {}
-    for folder, (title, parts, about) in SECTIONS.items():
-        named = parts.named()
+    for folder, (title, named, about) in SECTIONS.items():
         lines = [f"- [`{name}`]({name.lower()}.md): {_first(kind)}" for name, kind in named.items()]
         markdown[f"{folder}/index.md"] = f"# {title}\n\n{about}\n\n" + "\n".join(lines) + "\n"
         for name, kind in named.items():
@@ -53,8 +49,8 @@ def pages() -> dict[str, str]:
 def navigation() -> list[dict[str, list[Any]]]:
     """Sections of pages, each with its list first."""
     return [
-        {title: [f"{folder}/index.md", *({name: f"{folder}/{name.lower()}.md"} for name in parts.named())]}
-        for folder, (title, parts, _) in SECTIONS.items()
+        {title: [f"{folder}/index.md", *({name: f"{folder}/{name.lower()}.md"} for name in named)]}
+        for folder, (title, named, _) in SECTIONS.items()
     ]
 
 

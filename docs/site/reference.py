@@ -48,7 +48,7 @@ ROOMS = ("select", "rest", "weights", "metrics", "papers")
 def pages() -> dict[str, str]:
     """Markdown by place. Raises `ValueError` where a public name has no page."""
     listed = {name for _, names in PAGES.values() for name in names} | set(ROOMS)
-    parts = {name for _, catalogue, _ in SECTIONS.values() for name in catalogue.named()}
+    parts = {name for _, named, _ in SECTIONS.values() for name in named}
     if lost := set(fk.__all__) - listed - parts:
         raise ValueError(f"docs/site/reference.py: expected a page for every public name, got none for {sorted(lost)}")
     markdown = {}

@@ -1,24 +1,18 @@
-"""The catalogues: which classes may be loaded by name, filled as the classes are defined.
+"""The catalogue: which classes may be loaded by name, filled as the classes are defined.
 
 Public concrete classes of this package that derive from a `Listed` base are listed. Classes defined elsewhere are not,
 so that a name in a file cannot load unexpected code; `class Mine(Selector, listed=True)` lists one.
 """
 
 import inspect
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 PACKAGE = __name__.partition(".")[0]
 
-LATE = f"{PACKAGE}.papers"
-"""Loaded on the first name that no loaded class has; no other package imports it."""
-
-T = TypeVar("T")
-
 
 class Listed:
-    """Base of all classes in catalogues."""
+    """Base of all classes in the catalogue."""
 
     _by_name: ClassVar[dict[str, type[Any]]] = {}
 
@@ -35,31 +29,18 @@ class Listed:
         Listed._by_name[name] = cls
 
 
-class Catalogue(Generic[T]):
-    """The listed concrete classes that derive from any of `bases`, in the order of their definition."""
-
-    def __init__(self, *bases: type[Any]) -> None:
-        self.bases = bases
-
-    def __iter__(self) -> Iterator[type[T]]:
-        # A class becomes abstract only after `__init_subclass__`; `issubclass` of abstract bases is slow.
-        return (
-            kind
-            for kind in Listed._by_name.values()
-            if any(base in kind.__mro__ for base in self.bases) and not inspect.isabstract(kind)
-        )
-
-    def get(self, name: str) -> type[T] | None:
-        kind = named_class(name)
-        return kind if kind in [*self] else None
-
-    def named(self) -> dict[str, type[T]]:
-        """The loaded classes by name."""
-        return {kind.__name__: kind for kind in self}
+def listed(*bases: type[Any]) -> dict[str, type[Any]]:
+    """The loaded concrete classes that derive from any of `bases`, by name, in the order of their definition."""
+    # A class becomes abstract only after `__init_subclass__`; `issubclass` of abstract bases is slow.
+    return {
+        name: kind
+        for name, kind in Listed._by_name.items()
+        if any(base in kind.__mro__ for base in bases) and not inspect.isabstract(kind)
+    }
 
 
 def named_class(name: str) -> type[Any] | None:
     """The listed class of this name; None if there is none."""
     if name not in Listed._by_name:
-        import_module(LATE)
+        import_module(f"{PACKAGE}.papers")  # no other package imports it
     return Listed._by_name.get(name)

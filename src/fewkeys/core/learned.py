@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from fewkeys.core.catalogue import Catalogue, Listed, named_class
+from fewkeys.core.catalogue import Listed, named_class
 from fewkeys.core.files import write_whole
 from fewkeys.core.records import objects
 from fewkeys.core.tensor_files import fingerprint, loaded, plain
@@ -117,7 +117,7 @@ def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, L
         mark, name = value.get("tensors"), value.get("type")
         if not isinstance(mark, str) or not isinstance(name, str) or mark in learned:
             continue
-        if (kind := Catalogue[Learned](Learned).get(name)) is None:
+        if (kind := named_class(name)) is None or not issubclass(kind, Learned):
             continue
         tensors = read_tensors(directory, name, mark)
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.catalogue import Listed, listed, named_class
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     options = [option for option in inner if (option is type(None)) == (value is None)] if is_union else [hint]
     bases = [option for option in options if isinstance(option, type) and issubclass(option, Listed)]
     if bases and isinstance(value, dict):
-        return _listed(Catalogue(*bases), value, name, learned)
+        return _listed(bases, value, name, learned)
     if is_union and len(options) == 1:
         return _as(options[0], value, name, learned)
     if is_union:
@@ -131,12 +131,13 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")
 
 
-def _listed(catalogue: Catalogue[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The value that `fewkeys.core.learned.pack` described, of a class of the catalogue."""
+def _listed(bases: list[type[Any]], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
+    """The value that `fewkeys.core.learned.pack` described, of a listed class that derives from any of `bases`."""
     kind_name = value.get("type")
-    kind = catalogue.get(kind_name) if isinstance(kind_name, str) else None
-    if kind is None:
-        raise ValueError(f"{name}: expected one of {', '.join(sorted(catalogue.named()))}, got {kind_name!r}")
+    kind = named_class(kind_name) if isinstance(kind_name, str) else None
+    kinds = listed(*bases)
+    if kind is None or kind not in kinds.values():
+        raise ValueError(f"{name}: expected one of {', '.join(sorted(kinds))}, got {kind_name!r}")
     if "tensors" not in value:
         return build(kind, {key: item for key, item in value.items() if key != "type"}, learned)
     if not isinstance(part := learned.get(str(value["tensors"])), kind):

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.catalogue import Listed
 from fewkeys.core.entmax import entmax
 from fewkeys.core.validation import check_real
 
@@ -145,7 +145,3 @@ class Entmax(Weights):
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         rows = entmax(torch.cat(list(parts), -1), self.alpha)
         return list(rows.split([part.shape[-1] for part in parts], -1))
-
-
-WEIGHTS: Catalogue[Weights] = Catalogue(Weights)
-"""Weights that plans can save and load by name."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.catalogue import Listed
 from fewkeys.core.fields import Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
@@ -245,10 +245,6 @@ class CountedRest(Rest, ABC, listed=False):
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         return float(self.count)
-
-
-RESTS: Catalogue[Rest] = Catalogue(Rest)
-"""The catalogue: rests that plans can save and load by name."""
 
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:

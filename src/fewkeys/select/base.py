@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.catalogue import Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
@@ -206,10 +206,6 @@ class Union(Selector, listed=False):
 
     def __str__(self) -> str:
         return " | ".join(str(member) for member in self.members)
-
-
-SELECTORS: Catalogue[Selector] = Catalogue(Selector)
-"""The catalogue: selectors that plans can save and load by name."""
 
 
 def united(parts: Sequence[Selector]) -> Selector:
