@@ -54,7 +54,7 @@ class Columns:
     def block(self, inputs: Inputs, start: int, stop: int) -> Tensor:
         """The block that serves each of the queries start .. stop - 1."""
         position = torch.arange(start, stop, device=self.index.device) + inputs.offset % self.size
-        return position // self.size if self.blocks > 1 else torch.zeros_like(position)
+        return (position // self.size).clamp_max(self.blocks - 1)
 
 
 class ScanEdges(Protocol):
@@ -161,23 +161,23 @@ class Graph:
 
     def sparsity(self) -> float:
         """`1 - |edges| / |visible pairs|` over real queries."""
-        kept, total = self._counts()
-        return 1.0 - kept.sum().item() / max(1, int(total.sum()))
+        kept, seen, _ = self._counts()
+        return 1.0 - kept / max(1, seen)
 
     def slots(self) -> float:
         """The mean number of keys that a real query attends to exactly."""
-        kept, total = self._counts()
-        return float(kept.sum().item() / max(1, total.numel()))
+        kept, _, queries = self._counts()
+        return kept / max(1, queries)
 
-    def _counts(self) -> tuple[Tensor, Tensor]:
-        """Kept and visible keys of every real query, flat, in linear memory."""
-        x, kept, total = self.inputs, [], []
+    def _counts(self) -> tuple[int, int, int]:
+        """Edges and visible pairs of all real queries, and the number of these queries, in linear memory."""
+        x, kept, seen = self.inputs, 0, 0
         every = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
         for start, stop in query_blocks(x):
-            real = every[:, None, start:stop].expand(-1, x.query_heads, -1)
-            kept.append(self.mask(start, stop).sum(-1)[real])
-            total.append(visible(x, start, stop).sum(-1).expand_as(real)[real])
-        return torch.cat(kept), torch.cat(total)
+            real = every[:, None, start:stop, None]
+            kept += int((self.mask(start, stop) & real).sum())
+            seen += int((visible(x, start, stop) & real).sum()) * x.query_heads
+        return kept, seen, int(every.sum()) * x.query_heads
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
