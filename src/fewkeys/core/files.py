@@ -11,15 +11,10 @@ from typing import Any
 
 from fewkeys.core.records import parse, seal, unseal
 
-CACHE = "FEWKEYS_CACHE"
-"""The environment variable that names the cache folder."""
-HUB_NAME = re.compile(r"[\w.-]*\w/[\w.-]+")
-"""The name of a repository on the Hugging Face hub, `owner/name`; a relative path may look the same."""
-
 
 def cache_folder() -> Path:
     """The folder for compiled kernels and measurements. It may not exist or not be writable."""
-    if folder := os.environ.get(CACHE):
+    if folder := os.environ.get("FEWKEYS_CACHE"):
         return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewkeys"
@@ -28,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def spare_folder() -> Path:
-    """This user's temporary folder, if the cache folder cannot be written; `trust.is_trusted` says if it is ours."""
+    """This user's temporary folder, if the cache folder cannot be written; another user may have made it."""
     return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
@@ -40,10 +35,8 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
-    """Write text (UTF-8) or bytes to `path` by rename: a reader sees the whole old file or the whole new one.
-
-    The draft beside it has a new unique name, so threads, processes and hosts may write at the same time. It is on the
-    disk before the rename: a crash leaves a whole file. `mode`: less the umask.
+    """Write text (UTF-8) or bytes to `path` by rename: readers see the whole old or the whole new file, after a crash
+    too. Threads, processes and hosts may write at the same time. `mode`: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -73,9 +66,9 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
 
 
 def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """The data that `write_json` wrote, or that was written by hand, without a checksum.
+    """The data that `write_json` wrote, or that was written by hand, without a checksum; else `ValueError`.
 
-    `ValueError` for a missing or damaged file. other: a file that the folder may have instead, which `reader` reads.
+    other: a file that the folder may have instead, which `reader` reads.
     """
     path = Path(directory) / name
     try:
@@ -85,8 +78,9 @@ def read_json(directory: str | os.PathLike[str], name: str, other: str = "", rea
         if other and (Path(directory) / other).is_file():
             fix = f", which holds {other}; use {reader}"
         elif not Path(directory).exists():
+            is_hub_name = re.fullmatch(r"[\w.-]*\w/[\w.-]+", got)  # owner/name; a relative path may look the same
             hub = f"; for a repository of the Hugging Face hub, pass huggingface_hub.snapshot_download({got!r})"
-            fix = f", which does not exist{hub if HUB_NAME.fullmatch(got) else ''}"
+            fix = f", which does not exist{hub if is_hub_name else ''}"
         raise ValueError(f"directory: expected a folder with {name}, got {got!r}{fix}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

@@ -21,17 +21,18 @@ DEEPEST = 64
 
 def parse(text: str | bytes) -> Any:
     """The value of a JSON text in UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
+    too_deep = ValueError(f"more than {DEEPEST} levels of lists and objects")
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
-        raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
+        raise too_deep from None
     level = [value]
     for _ in range(DEEPEST):
         level = [item for parent in level for item in _inside(parent)]
         if not level:
             json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which cannot be printed
             return value
-    raise ValueError(f"more than {DEEPEST} levels of lists and objects")
+    raise too_deep
 
 
 def objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -81,8 +82,8 @@ def _digest(data: Mapping[str, Any]) -> str:
 def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. A field of a `Listed` class takes an object that names the class as "type";
-    objects that name tensors instead of fields are in `learned`, by fingerprint (`fewkeys.core.learned`).
+    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes;
+    `learned`: learned values by fingerprint.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -132,7 +133,7 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
 
 
 def _listed(bases: list[type[Any]], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The value that `fewkeys.core.learned.pack` described, of a listed class that derives from any of `bases`."""
+    """The packed value of a listed class that derives from any of `bases`."""
     kind_name = value.get("type")
     kind = named_class(kind_name) if isinstance(kind_name, str) else None
     kinds = listed(*bases)

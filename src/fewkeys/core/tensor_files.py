@@ -20,7 +20,7 @@ from fewkeys.core.files import write_whole
 from fewkeys.core.records import CHECKSUM, parse
 
 FACTS = "fewkeys"
-FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, IndexError)
 """What reading a damaged file may raise."""
 
 

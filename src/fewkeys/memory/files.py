@@ -9,13 +9,11 @@ from torch import Tensor
 
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build
+from fewkeys.core.tensor_files import FAULTS as FAULTS
 from fewkeys.core.validation import check_count
 from fewkeys.memory.base import LeafType, SavedFacts
 
 FORMAT = 5
-
-FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
-"""The errors that damaged contents may cause."""
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """The header and the tensors of a stream."""
@@ -44,16 +42,6 @@ class Facts:
         check_count("length", self.length, least=0)
 
 
-@dataclass(frozen=True)
-class _Header:
-    format: int
-    streams: list[Facts]
-
-    def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ValueError(f"expected format {FORMAT}, got {self.format}")
-
-
 def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
     """Write streams to one file, whole or not at all."""
     tensors = {f"{number}/{name}": part for number, (_, saved) in enumerate(streams) for name, part in saved.items()}
@@ -61,9 +49,11 @@ def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) 
 
 
 def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str, Tensor]]]:
-    """All streams of a file; `ValueError` if it is damaged or of another kind."""
+    """All streams of a file; one of `FAULTS` if it is damaged or of another kind."""
     header, tensors = tensor_files.read(path, kind)
-    streams = [(facts, taken(tensors, f"{number}/")) for number, facts in enumerate(build(_Header, header).streams)]
+    if header["format"] != FORMAT:
+        raise ValueError(f"expected format {FORMAT}, got {header['format']}")
+    streams = [(build(Facts, facts), taken(tensors, f"{n}/")) for n, facts in enumerate(header["streams"])]
     if tensors:
         raise ValueError(f"expected tensors of {len(streams)} streams, got {', '.join(sorted(tensors))}")
     return streams
