@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 
 T = TypeVar("T")
@@ -181,8 +182,8 @@ class Graph:
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """The ends of blocks of queries whose scores of all keys are at most 2^24 numbers."""
-    step = max(1, 2**24 // (inputs.batch * inputs.query_heads * inputs.keys))
+    """The ends of blocks of queries whose scores of all keys are computed `at_once`."""
+    step = max(1, at_once(inputs.query) // (inputs.batch * inputs.query_heads * inputs.keys))
     for start in range(0, inputs.queries, step):
         yield start, min(start + step, inputs.queries)
 

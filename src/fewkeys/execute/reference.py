@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import cohort_of_queries
+from fewkeys.core.graph import cohort_of_queries, query_blocks
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
@@ -33,9 +32,7 @@ def attend(problem: Problem) -> Tensor:
 def attend_in_pieces(problem: Problem) -> Tensor:
     """The output, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
     x = problem.inputs
-    step = max(1, at_once(x.query) // (x.batch * x.query_heads * x.keys))
-    pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
-    return torch.cat(pieces, 2).to(x.query.dtype)
+    return torch.cat([_attend(problem, start, stop) for start, stop in query_blocks(x)], 2).to(x.query.dtype)
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
