@@ -21,6 +21,7 @@ from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.selection import marked_largest
 from fewkeys.distributed.totals import OverRanks, gather
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans, Drop
@@ -148,9 +149,7 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     index, score = (torch.cat(parts, 2) for parts in zip(*chosen, strict=True))
     offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
     of_all = torch.cat(offered).movedim(0, 3)
-    # Stable, and candidates stand by their places: of equal scores the first.
-    best = of_all[..., 0].argsort(dim=-1, descending=True, stable=True)[..., :count]
-    kept = torch.zeros_like(of_all[..., 0], dtype=torch.bool).scatter_(-1, best, True) & (of_all[..., 0] > NONE)
+    kept = marked_largest(of_all[..., 0], count) & (of_all[..., 0] > NONE)
     before = sum(len(part) for part in offered[: comm.rank])
     is_local = kept[..., before : before + index.shape[-1]]
     return index.masked_fill(~is_local, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
