@@ -8,9 +8,7 @@
 
 `attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and
 run plans in a Hugging Face model, `spot_check` watches them there. `metrics` measures, `distributed` splits tokens over
-processes, `papers` holds what was published before: LevAttention, Sparsefinder, Value-aware Approximate Attention.
-
-Importing the package imports none of this: each name is imported when it is first used.
+processes, `papers` holds what was published before. Each name is imported when it is first used.
 """
 
 from importlib import import_module as _import_module
@@ -53,32 +51,24 @@ if TYPE_CHECKING:
     from fewkeys.tuning.tune import tune as tune
     from fewkeys.weights import Softmax as Softmax
 
-_MODULES = {
-    "attention": "call",
-    "explain": "explanation",
-    "Guard": "guard.fallback",
-    "cache": "integrations.cache",
-    "compare": "integrations.compare",
-    "pipeline": "integrations.pipeline",
-    "spot_check": "integrations.spot_check",
-    "apply": "integrations.transformers",
-    "capture": "integrations.transformers",
-    "ModelPlan": "model_plan",
-    "Plan": "plan",
-    "budget": "plan",
-    "BlockMeans": "rest",
-    "ClusterMeans": "rest",
-    "Drop": "rest",
-    "KeyScan": "select",
-    "Outliers": "select",
-    "RandomKeys": "select",
-    "Sinks": "select",
-    "TopK": "select",
-    "Window": "select",
-    "stream": "memory.stream",
-    "tune": "tuning.tune",
-    "Softmax": "weights",
+_NAMES = {
+    "call": "attention",
+    "explanation": "explain",
+    "guard.fallback": "Guard",
+    "integrations.cache": "cache",
+    "integrations.compare": "compare",
+    "integrations.pipeline": "pipeline",
+    "integrations.spot_check": "spot_check",
+    "integrations.transformers": "apply capture",
+    "memory.stream": "stream",
+    "model_plan": "ModelPlan",
+    "plan": "Plan budget",
+    "rest": "BlockMeans ClusterMeans Drop",
+    "select": "KeyScan Outliers RandomKeys Sinks TopK Window",
+    "tuning.tune": "tune",
+    "weights": "Softmax",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """The module that defines each name."""
 _ROOMS = ("select", "rest", "weights", "metrics", "papers", "distributed")
 """Modules that are public names themselves and hold all others."""
