@@ -8,7 +8,8 @@
 
 `attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and
 run plans in a Hugging Face model, `spot_check` watches them there. `metrics` measures, `distributed` splits tokens over
-processes, `papers` holds what was published before. Each name is imported when it is first used.
+processes, `papers` holds LevAttention, Sparsefinder and Value-aware Approximate Attention as they were published. Each
+name is imported when it is first used.
 """
 
 from importlib import import_module as _import_module

@@ -13,8 +13,8 @@ class DistanceBias:
     """The bias of the score of a query at place i and key j: `table[h, clamp(j - i, -R, R) + R]`.
 
     table (Hq, 2 R + 1), in working precision. The bias of a stand-in is the logarithm of the mean of exp(bias) over its
-    keys that the query sees, with their weights in the stand-in, or equal weights for cohorts. Its mass would be exact
-    if scores and distances were independent inside the cluster.
+    keys that the query sees, by their weights in the stand-in, or equal ones for cohorts: exact if scores and distances
+    are independent inside the cluster.
     """
 
     table: Tensor
@@ -34,7 +34,7 @@ class DistanceBias:
         return DistanceBias(self.table.unflatten(0, (-1, ratio))[index].flatten(0, 1))
 
     def reaching(self, least: int, most: int) -> DistanceBias:
-        """The same bias with a reach from `least` to `most`, which no distance exceeds."""
+        """The same bias with a reach of `least` to `most`, which no distance exceeds."""
         reach = min(max(self.reach, least), most)
         index = torch.arange(-reach, reach + 1, device=self.table.device).clamp(-self.reach, self.reach)
         return self if reach == self.reach else DistanceBias(self.table[:, index + self.reach])

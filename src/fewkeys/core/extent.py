@@ -1,8 +1,7 @@
 """Rescaling of inputs whose squares would overflow.
 
 Attention is the same for keys k / b and queries q b, and linear in the values; powers of two scale without rounding.
-Scores so large that neighbouring floats are 64 or more apart are scaled down to that size: one key has all the weight
-in either case.
+Scores at which neighbouring floats are over 64 apart are scaled down: one key has all the weight in either case.
 """
 
 import math
@@ -24,9 +23,8 @@ FINITE = {torch.float32: 120, torch.float64: 1000}
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest entries of queries, keys and values require rescaling; True for NaN and infinity.
-
-    dtype: the working precision.
+    """Whether the largest entries of queries, keys and values, in the working `dtype`, require rescaling; True for NaN
+    and infinity.
     """
     query, key, value = largest
     scaled = query * max(1.0, abs(scale))  # Python's floats are float64
@@ -39,9 +37,8 @@ def rescaled(
 ) -> tuple[Inputs, Callable[[Tensor], Tensor]]:
     """The problem, rescaled if it must be, and a function from its output to that of the inputs, in their dtype.
 
-    The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
-    float16 becomes float32: on a CPU, and where it must be rescaled, since its range is less than that of scores.
-    `strongest`: log2 of the largest scores.
+    The power of two in the scale moves to the queries: squares of scaled queries must not overflow either. float16
+    becomes float32 on a CPU, and where it must be rescaled, since it cannot hold scores. `strongest`: log2 of these.
     """
     x, dtype = inputs, inputs.query.dtype
     if dtype == torch.float16 and (x.needs_rescaling or x.query.device.type == "cpu"):

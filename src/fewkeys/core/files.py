@@ -28,7 +28,7 @@ def spare_folder() -> Path:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """The folder at a path, or of the file at a path. `TypeError` for what is no path."""
+    """The folder at a path, or of the file there. `TypeError` for what is no path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"directory: expected the path of a folder, got {type(path).__name__}; pass a str or a Path")
     return Path(path).parent if Path(path).is_file() else Path(path)

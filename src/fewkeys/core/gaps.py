@@ -1,4 +1,4 @@
-"""Removal of padding before real keys, so that causal positions count real keys only, as rules on positions require."""
+"""Removal of padding before real keys: rules on causal positions count real keys only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fewkeys.core.rows import take
 
 
 def has_interior_padding(valid: Tensor) -> bool:
-    """Whether a sequence (B, Nk) has padding between real keys; removing it would change distances."""
+    """Whether any sequence (B, Nk) has padding between real keys; removing it would change distances."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
 
 
@@ -22,9 +22,9 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
     """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding.
 
-    No part of a causal problem has padding before a real key: without an offset it is moved to the end; with one,
-    queries have other positions in each sequence, so sequences with the same padding are a part. Raises `ValueError`
-    where a bias depends on distances over padding.
+    No part of a causal problem has padding before a real key. Without an offset it moves to the end; with one, it
+    changes the positions of queries, so sequences with the same padding are a part. Raises `ValueError` where a bias
+    depends on distances over padding.
     """
     valid = inputs.valid
     if valid is None or not inputs.is_causal or not bool((valid[:, 1:] & ~valid[:, :-1]).any()):

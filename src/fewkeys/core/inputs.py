@@ -1,6 +1,4 @@
-"""The attention problem: checked by `fewkeys.core.validation.check_inputs`, trusted by all others, whose statistics it
-remembers.
-"""
+"""The attention problem: checked by `fewkeys.core.validation.check_inputs` and trusted by all others."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Inputs:
     """One attention problem in canonical form.
 
     query (B, Hq, Nq, D), key (B, Hkv, Nk, D), value (B, Hkv, Nk, Dv): query head h reads key head `h // gqa_ratio`.
-    valid: (B, Nk) marks the real keys; None: all. Keys and values of the others are zero if the problem is `cleared`;
+    valid: (B, Nk) marks the real keys; None: all. Keys and values of the others are zero if the problem is `cleared`,
         else finite and no larger than others, which suffices under a mask.
     offset: query i is at position `i + offset` among the keys; under causality it sees keys 0 .. i + offset.
     placeholders: so many first queries are zeros in the places of earlier tokens, whose queries are not in memory.
@@ -97,13 +95,10 @@ class Inputs:
 
     @property
     def valid_queries(self) -> Tensor | None:
-        """(B, Nq) marks the queries of real tokens; None: all.
-
-        In self-attention (as many queries as keys) the query of a padded key is padding too.
+        """(B, Nq) marks the queries of real tokens: in self-attention (as many queries as keys), those of real keys;
+        None: all.
         """
-        if self.valid is None or self.queries != self.keys or self.offset:
-            return None
-        return self.valid
+        return None if self.queries != self.keys or self.offset else self.valid
 
     def grouped_query(self) -> Tensor:
         """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
@@ -117,10 +112,10 @@ class Inputs:
         return replace(self, query=query.flatten(1, 2), key=key, value=value, valid=valid, bias=bias, _memory={})
 
     def from_start(self, reach: int) -> Inputs:
-        """The same problem with placeholder queries for all earlier tokens, so that the first query is at position 0.
+        """The same problem with placeholder queries for all earlier tokens: the first query is at position 0.
 
-        reach: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key are
-        moved towards it by whole blocks, so that the cost does not grow with the offset; the output is the same.
+        reach: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key move
+        towards it by whole blocks, which changes no output, so that the cost does not grow with the offset.
         """
         unit = 1 << (self.keys + reach).bit_length()
         count = self.offset if self.offset < 2 * unit else unit + self.offset % unit

@@ -1,7 +1,6 @@
 """Learned tensors in plans: compared by content, saved in safetensors files named by their fingerprints.
 
-The JSON of a plan names the fingerprints, too. So a file can be checked against its name, and an older plan in the
-folder stays whole while a new one is written.
+The JSON of a plan names the fingerprints, too, so that an older plan in the folder stays whole beside a newer one.
 """
 
 import os
@@ -23,7 +22,7 @@ from fewkeys.core.tensor_files import fingerprint, loaded, plain
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Learned(Listed, listed=False):
-    """Base of frozen dataclasses all of whose fields are tensors. Two are equal when all their bits are."""
+    """Base of frozen dataclasses of tensors. Two are equal when all their bits are."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -32,7 +31,7 @@ class Learned(Listed, listed=False):
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits from the class and every bit of the tensors, the same on all devices."""
+        """32 hexadecimal digits of the class and the tensors, the same on all devices."""
         return fingerprint(type(self).__name__, self.tensors)
 
     def __eq__(self, other: object) -> bool:
@@ -60,7 +59,7 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
 
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
-    """The tensors of a fingerprint; `ValueError` if the file is missing or holds anything else."""
+    """The tensors of a fingerprint; `ValueError` if there is no such file or it holds anything else."""
     if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:  # else it could name another folder
         raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
     path = Path(directory) / file_name(mark)

@@ -13,7 +13,7 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def stretch(rows: Tensor, first: int, last: int) -> Tensor:
-    """The rows `first` to `last - 1` of (..., N, D); zeros at places before the first row and beyond the last one."""
+    """The rows `first` to `last - 1` of (..., N, D); zeros where there is no such row."""
     count = rows.shape[-2]
     inner = rows[..., min(max(first, 0), count) : min(max(last, 0), count), :]
     before = min(max(-first, 0), last - first)
@@ -22,8 +22,8 @@ def stretch(rows: Tensor, first: int, last: int) -> Tensor:
 
 
 def marked_places(marked: Tensor, least: int = 0) -> Tensor:
-    """The places of the true entries of every row of (..., N), ascending; lists are as long as the longest, at least
-    `least`, and end with places of other entries.
+    """The places of the true entries of every row of (..., N), ascending. All lists are as long as the longest, at
+    least `least`, and end with places of other entries.
     """
     longest = max(least, int(marked.sum(-1).max()) if marked.numel() else 0)
     return marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]

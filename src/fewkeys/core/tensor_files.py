@@ -1,6 +1,6 @@
 """Files of tensors with facts and a checksum in the header. Every fault is a `ValueError`.
 
-Kernels trust shapes, so the reader of a file states the expected `Form` of each tensor.
+Kernels trust shapes: readers state the `Form` of each tensor.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], ten
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """The facts and tensors that `write` wrote, on the CPU. `ValueError` for a damaged file or one of another kind."""
+    """The facts and tensors that `write` wrote, on the CPU; `ValueError` for a damaged file or another kind."""
     data = Path(path).read_bytes()
     tensors = loaded(data)
     header = parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
@@ -123,7 +123,7 @@ def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits from named tensors, their dtypes and shapes, and the kind of the content."""
+    """32 hexadecimal digits of named tensors, their dtypes and shapes, and the kind of the content."""
     digest = hashlib.sha256(kind.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Totals:
-    """Totals of all parts of a sequence, from those of this process's part; here of a single part."""
+    """Totals over the parts of a sequence, from this process's part; here of a single part."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part

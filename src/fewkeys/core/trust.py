@@ -9,9 +9,8 @@ POSIX = hasattr(os, "getuid")
 
 
 def read_trusted(path: Path) -> bytes | None:
-    """The content of a file that only this user or root could have written, else None.
-
-    Owner, mode and content are those of one descriptor. Raises `OSError` where the disk fails.
+    """The content of a file that only this user or root could have written, else None. Raises `OSError` where the disk
+    fails.
     """
     return read_own(path) if is_trusted(path.parent) else None
 
@@ -19,7 +18,7 @@ def read_trusted(path: Path) -> bytes | None:
 def read_own(path: Path) -> bytes | None:
     """The content of a file of this user or root that only its owner may write, else None.
 
-    Where the folder is not trusted, another user may have moved the file there.
+    In a folder that is not trusted, another user may have moved the file there.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -32,9 +31,8 @@ def read_own(path: Path) -> bytes | None:
 
 
 def is_trusted(folder: Path) -> bool:
-    """Whether only this user or root can put files into the folder, or another folder in its place.
-
-    No other user may write it or a parent folder, unless that is sticky, like /tmp: others cannot move ours there.
+    """Whether only this user or root can put files into the folder, or another folder in its place: no other user may
+    write it or a parent folder, unless that is sticky, like /tmp, where others cannot move ours.
     """
     try:
         folder.resolve(strict=True)  # refuses circular links

@@ -136,7 +136,7 @@ def check_finite(**tensors: Tensor) -> None:
     if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
         return
     for name, tensor in tensors.items():
-        # A finite sum proves that all numbers are finite, by one operation; that of finite numbers may overflow.
+        # A finite sum proves that all numbers are finite; that of finite numbers may overflow.
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
 
@@ -176,7 +176,7 @@ def check_inputs(
     look: Callable[[Tensor, Tensor, Tensor], tuple[list[float], Rows]] = as_they_are,
     clear: bool = True,
 ) -> Inputs:
-    """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
+    """The canonical `Inputs`, or a `ValueError` or `TypeError`.
 
     look: replaces `as_they_are` if `impl` lets compiled kernels run. clear: set keys and values of padding to zero now.
     """

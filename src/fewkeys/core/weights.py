@@ -63,9 +63,8 @@ class Softmax(Weights):
 class _Elementwise(Weights):
     @abstractmethod
     def f(self, scores: Tensor, top: Tensor) -> Tensor:
-        """`f` over a factor from the largest score of the row, by which weights neither overflow nor vanish.
-
-        Hidden entries (-inf) give zero and have the gradient zero.
+        """`f` over a factor that depends on the largest score of the row, so that weights neither overflow nor vanish;
+        zero with gradient zero for hidden entries (-inf).
         """
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -132,8 +131,8 @@ class Power(Weights):
 class Entmax(Weights):
     """`A_i = argmax_p <p, s_i> + H_alpha(p)` over the simplex: sparse weights, alpha = 2 is sparsemax.
 
-    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))`, alpha > 1 (Peters, Niculae, Martins 2019). tau depends
-    on every score, so that only `rest=Drop()` is possible.
+    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))`, alpha > 1 (Peters, Niculae, Martins 2019), beside
+    `rest=Drop()` alone.
     """
 
     alpha: float = 1.5

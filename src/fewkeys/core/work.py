@@ -1,4 +1,4 @@
-"""The arithmetic cost that every selector and every rest states."""
+"""The arithmetic cost of every selector and every rest."""
 
 from __future__ import annotations
 
