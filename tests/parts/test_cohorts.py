@@ -180,7 +180,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     facts = sum_arguments(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
     facts["label"] = facts["label"].where(torch.rand(facts["label"].shape, generator=g) < 0.4, 0)
     actual, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
-    for answer in (tilted._ByKernels.apply, tilted._by_torch):
+    for answer in (tilted._by_kernels, tilted._by_torch):
         leaves = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
         sums = answer(*leaves, TiltArgs(facts | {"real": x.valid}, 6, True, WHOLE))
         passed = torch.autograd.grad([sums[3], sums[4], sums[6]], leaves, coming)

@@ -50,32 +50,37 @@ def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tenso
     return [next(parts) if tensor.requires_grad else None for tensor in inputs]
 
 
-def gradients_by_torch(
-    compute: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """`gradients_of` for outputs of a kernel, which `compute(*inputs)` computes again; None: an output has none."""
-    # Inputs may depend on each other: each copy gets its own part of the gradient alone.
-    again = torch.is_grad_enabled()
-    leaves = [rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
-    with torch.enable_grad():
-        outputs = compute(*leaves)
-    pairs = zip(outputs, gradients, strict=True)
-    return gradients_of(leaves, [(out, grad) for out, grad in pairs if out is not None and grad is not None])
+def recomputed(
+    kernel: Callable[..., Any],
+    by_torch: Callable[..., Sequence[Tensor | None]],
+    *inputs: Tensor,
+    constant: Sequence[int] = (),
+) -> Any:
+    """`kernel(*inputs)`, whose gradients are those of `by_torch(*inputs)`, computed again in the backward pass.
 
-
-def recomputed(kernel: Callable[..., Tensor], by_torch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`kernel(*inputs)` with the gradients of `by_torch(*inputs)`, which the backward pass computes from the inputs."""
-    output: Tensor = _Recomputed.apply(kernel, by_torch, *inputs)  # type: ignore[no-untyped-call]
-    return output
+    constant: the numbers of the outputs that have no gradient.
+    """
+    return _Recomputed.apply(kernel, by_torch, constant, *inputs)  # type: ignore[no-untyped-call]
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., Tensor], by_torch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, kernel: Callable[..., Any], by_torch: Any, constant: Sequence[int], *inputs: Tensor) -> Any:
         ctx.save_for_backward(*inputs)
         ctx.by_torch = by_torch
-        return kernel(*inputs)
+        outputs = kernel(*inputs)
+        ctx.mark_non_differentiable(*(outputs[number] for number in constant))
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, *gradients_by_torch(lambda *rows: [ctx.by_torch(*rows)], ctx.saved_tensors, [gradient])
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # Inputs may depend on each other: each copy gets its own part of the gradient alone.
+        again = torch.is_grad_enabled()
+        copies = [
+            rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad)
+            for rows in ctx.saved_tensors
+        ]
+        with torch.enable_grad():
+            pairs = zip(ctx.by_torch(*copies), gradients, strict=True)
+        flowing = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]
+        return None, None, None, *gradients_of(copies, flowing)

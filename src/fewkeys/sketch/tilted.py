@@ -6,13 +6,14 @@ an average that serves all queries (`fewkeys.sketch.clusters`).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.derivatives import constants, gradients_by_torch
+from fewkeys.core.derivatives import constants, recomputed
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
@@ -53,12 +54,7 @@ def tilted_sums(
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(facts, clusters.importance.shape[-1], together, totals)
-    if compiled_at_once(x):
-        kernels = _ByKernels.apply if wants_gradient(x.key, x.value) else _by_kernels
-        sums = kernels(x.key, x.value, args)
-    else:
-        sums = _by_torch(x.key, x.value, args)
-    *by_cluster, level, products = sums
+    *by_cluster, level, products = (_by_kernels if compiled_at_once(x) else _by_torch)(x.key, x.value, args)
     mass, energy, size, key, value = map(totals.sum, by_cluster)
     return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
 
@@ -126,26 +122,10 @@ def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
 
 
 def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-    return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+    def kernel(key: Tensor, value: Tensor) -> Sums:
+        return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
 
-
-class _ByKernels(torch.autograd.Function):
-    """`_by_kernels`, whose gradients are those of `_by_torch`."""
-
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-        sums = _by_kernels(key, value, args)
-        ctx.save_for_backward(key, value)
-        ctx.args = args
-        ctx.mark_non_differentiable(*sums[:3], sums[5])
-        return sums
-
-    @staticmethod
-    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, _size: Tensor, *gradients: Any) -> Any:
-        to_key, to_value, _, to_products = gradients
-
-        def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-            *_, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
-            return key_sum, value_sum, products
-
-        return *gradients_by_torch(sums, ctx.saved_tensors, (to_key, to_value, to_products)), None
+    if not wants_gradient(key, value):
+        return kernel(key, value)
+    sums: Sums = recomputed(kernel, partial(_by_torch, args=args), key, value, constant=(0, 1, 2, 5))
+    return sums

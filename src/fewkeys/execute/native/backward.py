@@ -19,13 +19,14 @@ def attend(problem: Problem) -> Tensor:
     """
     x, s, followed = problem.inputs, problem.stand_ins, with_gradients(problem)
 
-    def computed(*leaves: Tensor) -> Tensor:
+    def computed(*leaves: Tensor) -> tuple[Tensor]:
         tensors = dict(zip(followed, leaves, strict=True))
         rows: dict[str, Any] = {name: tensors[name] for name in _ROWS if name in tensors}
         stand_ins = None if s is None else s.with_tensors(s.tensors("rest") | tensors, "rest")
-        return by_torch.attend(replace(problem, inputs=replace(x, **rows), stand_ins=stand_ins))
+        return (by_torch.attend(replace(problem, inputs=replace(x, **rows), stand_ins=stand_ins)),)
 
-    return recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
+    output: Tensor = recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
+    return output
 
 
 def with_gradients(problem: Problem) -> dict[str, Tensor]:
