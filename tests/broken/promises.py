@@ -349,8 +349,8 @@ PROMISES = (
     Breakage(
         "past: keys of the next step are absorbed",
         "past/scan.py",
-        "counts[..., block, None], start[..., block, None]",
-        "counts[..., min(block + 1, blocks - 1), None], start[..., min(block + 1, blocks - 1), None]",
+        "index[:, :, block, :count]",
+        "index[:, :, min(block + 1, columns.blocks - 2), :count]",
         (Law("parts/test_running_means", "sizes_count"),),
     ),
     Breakage(
