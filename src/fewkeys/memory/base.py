@@ -25,7 +25,7 @@ def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
 
 @dataclass(frozen=True)
 class Rules:
-    """The plan, the form of stored keys and values, and the number of latest tokens that can always be removed."""
+    """The plan, the form of stored keys and values, and how many latest tokens can always be removed."""
 
     plan: Plan
     leaves: LeafType

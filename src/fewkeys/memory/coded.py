@@ -3,9 +3,9 @@
     rows                 keys and values; converted to int8, if that is asked for, once the plan answers
     codes, sigma, sums   of every complete block of 32 keys
 
-The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan: outputs do not
-depend on the pieces in which tokens come. Keys whose squares may overflow are rescaled (`fewkeys.core.extent`); since a
-later key may change the scale, all are then coded again at every call.
+The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, whatever the pieces in which they come, and
+all later ones by the plan. Keys whose squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at
+every call, since a later key may change the scale.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Coded(Fields):
         return output
 
     def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether a kernel can store this token as it is: there is room, and its rows are of the memory's kind."""
+        """Whether a kernel can store this token as it is: there is room, and its rows are like the others."""
         if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
             return False
         rows = self.rows
@@ -257,8 +257,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The prepared kernel call of the last token. It serves all tokens of its block, which see the same codes and sums,
-    as long as the buffers stay the same.
+    """The kernel call of the last token. It serves all tokens of its block, which see the same codes and sums, while the
+    buffers stay the same.
     """
 
     shape: torch.Size
@@ -272,7 +272,7 @@ class _Step:
         return is_same and all(tensor is latest for tensor, latest in zip(self.held, memory._held, strict=True))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None: a copy of the memory has other buffers, and prepares its own call."""
+        """None: a copy of the memory has other buffers."""
         return type(None), ()
 
 

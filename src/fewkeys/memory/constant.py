@@ -1,7 +1,7 @@
 """Memory of a fixed size: near tokens and sinks, exactly, and means of all others.
 
-From the first token on whose squares may overflow (`fewkeys.core.extent`), everything is kept in float64. Rescaling
-would not do, since later entries may be larger still.
+From the first token on whose squares may overflow (`fewkeys.core.extent`), everything is kept in float64: no scale
+would fit all later entries.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from fewkeys.select.base import Recent
 
 NEVER = 2**62
 """A position that no sequence reaches."""
-_COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The numbers of a plan. All queries of a `unit`, a recent block or 32 positions, see the same summary."""
+    """The numbers of a plan. Queries of a `unit`, a recent block or 32 positions, see the same summary."""
 
     window: int
     recent: Recent | None
@@ -222,7 +221,7 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
     for name, like in empty.tensors().items():
         expected = sizes.get(name.removesuffix(".key").removesuffix(".value"), {})
         shape = tuple(expected.get(axis, size) for axis, size in enumerate(like.shape))
-        least = 0.0 if name in _COUNTS else -math.inf
+        least = 0.0 if name.endswith((".size", ".count", "seen.square")) else -math.inf
         forms[name] = Form(shape, like.dtype, least, infinite=name == "state.summary.excess")
     check(tensors, forms)
     size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]

@@ -25,7 +25,7 @@ Gaps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The sequences `rows` (M,) and key heads `heads` (H,) under plan number `plan`; their padding and their memory."""
+    """The sequences `rows` (M,) and key heads `heads` (H,) of plan number `plan`; their padding and their memory."""
 
     plan: int
     heads: Tensor
@@ -64,7 +64,7 @@ class Group:
         return replace(self, rows=at[:, 0], memory=self.memory.select(at[:, 1])) if len(at) else None
 
     def merge(self, other: Group, length: int) -> Group | None:
-        """The sequences that both have, the tokens of `other` after the `length` tokens of this group."""
+        """The sequences that both have, with the tokens of `other` after the `length` tokens here."""
         index, others = (self.rows[:, None] == other.rows).nonzero().unbind(1)
         if not len(index):
             return None

@@ -1,6 +1,5 @@
-"""Stored keys and values, as they come or in int8.
-
-In int8 a key or value x is `round(x / s)` with its own scale `s = max |x| / 127` in float32: an error of at most s / 2.
+"""Stored keys and values, as they come or in int8: `round(x / s)` with the scale `s = max |x| / 127` of each row x in
+float32, an error of at most s / 2.
 """
 
 from __future__ import annotations

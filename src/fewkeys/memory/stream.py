@@ -51,8 +51,7 @@ class Stream:
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
     Up to rounding the outputs are those of `fewkeys.attention` on the whole sequence with the same plan. Sequences with
-    different padding, which changes nothing, are computed one after the other. A token costs O(slots (D + Dv)) at any
-    length, and in addition, depending on the plan:
+    different padding are computed one after the other. A token costs O(slots (D + Dv)) at any length, and in addition:
 
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
         KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
@@ -157,7 +156,7 @@ class Stream:
         return real
 
     def select(self, index: Tensor) -> None:
-        """Keep the sequences `index` (M,) of the batch, in that order; an index may come several times.
+        """Keep the sequences `index` (M,) of the batch, in that order, maybe several times.
 
         As in torch, a negative index counts from the end, and booleans are a mask.
         """
@@ -173,10 +172,8 @@ class Stream:
         self._kind = self._kind._replace(batch=len(index))
 
     def crop(self, length: int) -> None:
-        """Remove the tokens from position `length` on.
-
-        The last `undo` tokens and all of the current unit can be removed; in a stream of a `KeyScan` any number of
-        tokens. Raises `ValueError` for more.
+        """Remove the tokens from position `length` on: in a stream of a `KeyScan` any number, else the last `undo` and
+        those of the current unit. `ValueError` for more.
         """
         self.check_crop(length)
         if length < self.length:
@@ -198,9 +195,9 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def merge(self, other: Stream) -> None:
-        """Append the tokens of `other`, whose queries were answered without the tokens of this stream.
+        """Append the tokens of `other`, whose queries were answered without those of this stream.
 
-        Raises `ValueError` for memory of a fixed size, another plan or other shapes.
+        `ValueError` for memory of a fixed size, another plan or other shapes.
         """
         if not isinstance(other, Stream):
             raise TypeError(f"other: expected a Stream of the same plan, got {type(other).__name__}")
@@ -356,7 +353,7 @@ class Stream:
 
 
 def _chosen(index: object, batch: int) -> Tensor:
-    """The numbers (M,) of the sequences that an index chooses, on the CPU, where an error of torch is harmless."""
+    """The numbers (M,) of the sequences that an index chooses, on the CPU, where errors of torch are harmless."""
     with suppress(IndexError, RuntimeError, TypeError, ValueError):
         chosen = torch.arange(batch, device="cpu")[torch.as_tensor(index, device="cpu")]
         if chosen.ndim == 1 and len(chosen):

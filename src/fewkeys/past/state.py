@@ -1,4 +1,4 @@
-"""What a stream keeps of the past: near tokens, sinks, and the summary of the others."""
+"""The past of a stream: near tokens, sinks, and the summary of the others."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Stretch(Fields):
 class State(Fields):
     """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens; sinks: the first ones; summary and queries: as of `moved`. unit_queries (B, Hkv, gqa_ratio,
-    length - moved, D): the scaled queries of the current unit, zero for tokens without one; has_query
-    (B, length - moved): whether a token has one.
+    near: the latest tokens; sinks: the first ones; summary and queries: as of `moved`. Of the current unit,
+    has_query (B, length - moved): whether a token has a query, and unit_queries (B, Hkv, gqa_ratio, length - moved, D):
+    the scaled queries, else zero.
     """
 
     moved: int
@@ -100,7 +100,7 @@ class State(Fields):
         )
 
     def advance(self, start: int, stop: int, *, tilted: bool) -> State:
-        """The state at the end of a unit: its queries enter the moments, and copies of the near tokens at the places
+        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places
         start .. stop - 1 that are no sinks enter the summary.
         """
         queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary

@@ -1,21 +1,20 @@
 """A fixed number of stand-ins for any number of evicted keys.
 
-Each evicted key enters as a stand-in. Where there are more of them than places, those are merged whose merging changes
-the output least, by Ward's cost
+Each evicted key enters as a stand-in. Where these exceed the places, those are merged whose merging changes the output
+least, by Ward's cost
 
     w_a w_b / (w_a + w_b) (E_q (q . (k_a - k_b))^2 + |v_a - v_b|^2 / var(v)),   w = e^(t g),
 
 the squared difference of scores and of values, weighted by the attention that both may receive (w is at least e^-8 of
 the largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries so far, t = `TILT`. Each
-stand-in may be merged into one of larger weight. As many as necessary are merged at once, by one matrix product: nearly
-as good as pair after pair.
+stand-in may be merged into one of larger weight; all are merged at once, nearly as well as pair after pair.
 
 A stand-in for keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
     b = log sum_j e_j - t g(mean key),     its score is   q . mean key + b,
 
-which gives it the right mass for a typical query (`rest.ClusterMeans`). The excess of a single key is zero, so a
-stand-in that was never merged is the key itself.
+which gives it the right mass for a typical query (`rest.ClusterMeans`). A stand-in that was never merged is its key:
+the excess is zero.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Summary(Fields):
 
     rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at free places; size
     (B, Hkv, M): the number of keys of each; seen: sums over all evicted keys. Gradients flow through the rows, not
-    through what is merged and its weights.
+    through the choice of what is merged and its weights.
     """
 
     rows: Tensor
