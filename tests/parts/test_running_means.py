@@ -52,7 +52,7 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
     key, value = draw(2, 3, 24, 4) * spread, draw(2, 3, 24, 5)
     real = torch.rand(2, 3, 24, generator=g) < 0.8
     key, value = key * real[..., None], value * real[..., None]
-    queries = RunningQueries.empty(key).add(draw(2, 3, 2, 40, 4)).moments()
+    queries = RunningQueries.empty(key).add(draw(2, 3, 2, 40, 4), torch.ones(2, 40)).moments()
     summary = Summary.empty(places, key, value)
     for part in range(3):
         part = slice(8 * part, 8 * part + 8)
@@ -81,7 +81,7 @@ def test_a_key_unlike_all_others_keeps_a_stand_in_of_its_own(place):
     def draw(*shape):
         return torch.randn(1, 1, *shape, generator=g, dtype=torch.float64)
 
-    queries = RunningQueries.empty(draw(1, 4)).add(draw(1, 500, 4)).moments()
+    queries = RunningQueries.empty(draw(1, 4)).add(draw(1, 500, 4), torch.ones(1, 500)).moments()
     alike = draw(2, 4).repeat_interleave(6, 2)[:, :, torch.randperm(12, generator=g)] + 0.01 * draw(12, 4)
     alone = alike.new_tensor([3.0, -3.0, 3.0, -3.0]).expand(1, 1, 1, 4)
     rows = torch.cat([alike[:, :, :place], alone, alike[:, :, place:]], 2)
@@ -94,7 +94,8 @@ def test_the_excess_makes_the_mass_right_halfway():
     """At the query t (m + C k), k the mean key, members and stand-in weigh the same, to first order in their spread."""
     g = torch.Generator().manual_seed(0)
     queries = RunningQueries.empty(torch.zeros(1, 1, 1, 6).double())
-    queries = queries.add(torch.randn(1, 1, 1, 500, 6, generator=g, dtype=torch.float64) + 0.5).moments()
+    rows = torch.randn(1, 1, 1, 500, 6, generator=g, dtype=torch.float64) + 0.5
+    queries = queries.add(rows, torch.ones(1, 500)).moments()
     errors = []
     for spread in (0.1, 0.05):
         centre = torch.randn(1, 1, 1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

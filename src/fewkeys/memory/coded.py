@@ -257,8 +257,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The kernel call of the last token. It serves all tokens of its block, which see the same codes and sums, while the
-    buffers stay the same.
+    """The kernel call of the last token. It serves all tokens of its block, which see the same codes and sums, while
+    the buffers stay the same.
     """
 
     shape: torch.Size

@@ -27,15 +27,11 @@ class RunningQueries(Fields):
             key.new_zeros((batch, 1)), key.new_zeros((batch, heads, 1, dim)), key.new_zeros((batch, heads, dim, dim))
         )
 
-    def add(self, query: Tensor, real: Tensor | None = None) -> RunningQueries:
-        """The sums with further scaled queries (B, Hkv, gqa_ratio, N, D); `real` (B, N) is False for padding."""
-        count: Tensor | int = query.shape[3]
-        if real is not None:
-            query, count = query * real[:, None, None, :, None], real.sum(-1, keepdim=True)
-        rows = query.flatten(2, 3)
-        return RunningQueries(
-            self.count + count * query.shape[2], self.total + rows.sum(-2, keepdim=True), self.square + rows.mT @ rows
-        )
+    def add(self, query: Tensor, real: Tensor) -> RunningQueries:
+        """The sums with further scaled queries (B, Hkv, gqa_ratio, N, D), those that are `real` (B, N)."""
+        rows = (query * real[:, None, None, :, None]).flatten(2, 3)
+        count = self.count + real.sum(-1, keepdim=True) * query.shape[2]
+        return RunningQueries(count, self.total + rows.sum(-2, keepdim=True), self.square + rows.mT @ rows)
 
     def moments(self) -> QueryMoments:
         """Mean and second moment. One query of covariance I / D is added: both are defined before the first query."""

@@ -13,14 +13,14 @@ from fewkeys.past.summary import Summary
 
 
 def scan(
-    count: int, inputs: Inputs, columns: Columns, has_query: Tensor | None, *, tilted: bool
+    count: int, inputs: Inputs, columns: Columns, has_query: Tensor, *, tilted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows (B, Hkv, blocks, count, D + Dv), the excess and the size (B, Hkv, blocks, count) of a `Summary` for each
     block of queries: `s_b = absorb(s_(b-1), evicted_b)` for every block b after the first.
 
     evicted_b are the keys in the list of block b - 1 that are not in that of block b; the moments are those of all
-    queries before b. has_query (B, Nq): False for queries that do not count in them; None: all count. `tilted`: as
-    `Summary.absorb`. Sequential in the blocks. Cost O((count + E)^2 (D + Dv)) per block and head for E evicted keys.
+    queries before b that `has_query` (B, Nq) marks. `tilted`: as `Summary.absorb`. Sequential in the blocks. Cost
+    O((count + E)^2 (D + Dv)) per block and head for E evicted keys.
     """
     x, size = inputs, columns.size
     no_key = working(x.key[:, :, :0])
@@ -29,7 +29,7 @@ def scan(
     summaries = [summary]
     for step, (key, value, real) in enumerate(_evicted(x, columns)):
         part = slice(step * size, (step + 1) * size)
-        queries = queries.add(scaled[:, :, :, part], None if has_query is None else has_query[:, part])
+        queries = queries.add(scaled[:, :, :, part], has_query[:, part])
         if key.shape[2]:
             summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
         summaries.append(summary)

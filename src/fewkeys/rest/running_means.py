@@ -54,10 +54,9 @@ class RunningMeans(CountedRest):
                 "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
                 "window or a rule with a list for every query"
             )
-        real = x.valid_queries  # None: all
-        if x.placeholders:
-            later = torch.arange(x.queries, device=x.query.device) >= x.placeholders
-            real = later.expand(x.batch, -1) if real is None else real & later
+        real = (torch.arange(x.queries, device=x.query.device) >= x.placeholders).expand(x.batch, -1)
+        if x.valid_queries is not None:
+            real = real & x.valid_queries
         rows, excess, size = scan(self.count, x, columns, real, tilted=isinstance(weights, Softmax))
         key, value = rows.split([x.head_dim, x.value_dim], -1)
         return BlockStandIns(key, value, excess, size)
