@@ -90,21 +90,17 @@ def band(plan: Plan) -> tuple[int, int] | None:
 
 def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
     """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer."""
-    edges = []
-    for count, before in ((left, True), (right, False)):
-        if not count:
-            edges.append(rows[:, :, :0])
-            continue
-        counts = [min(count, n) for n in tokens]
-        sent = counts[comm.rank]
-        part = rows[:, :, rows.shape[2] - sent :] if before else rows[:, :, :sent]
-        gathered = gather(part, max(counts), comm)
-        # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
-        unused = gathered[..., :0].sum() if gathered.requires_grad else 0.0
-        ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
-        beside = torch.cat([rows[:, :, :0], *(gathered[rank, :, :, : counts[rank]] for rank in ranks)], 2)
-        edges.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
-    return edges[0], edges[1]
+    none = rows[:, :, :0]
+    if not left:
+        return none, none
+    firsts, lasts = ([min(count, n) for n in tokens] for count in (right, left))
+    ends = torch.cat([rows[:, :, : firsts[comm.rank]], rows[:, :, rows.shape[2] - lasts[comm.rank] :]], 2)
+    gathered = gather(ends, max(map(sum, zip(firsts, lasts, strict=True))), comm)
+    before = torch.cat([none, *(gathered[r, :, :, firsts[r] : firsts[r] + lasts[r]] for r in range(comm.rank))], 2)
+    after = torch.cat([none, *(gathered[r, :, :, : firsts[r]] for r in range(comm.rank + 1, comm.size))], 2)
+    # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
+    unused = gathered[..., :0].sum()
+    return before[:, :, max(0, before.shape[2] - left) :] + unused, after[:, :, :right] + unused
 
 
 def _columns(
