@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import layer_norm, max_pool2d, unfold
 
-from fewkeys.core.tensor_files import mapped
+from fewkeys.core.tensor_files import loaded
 
 SHARPNESS = 2.0
 
@@ -46,7 +46,7 @@ def load(name: str, text: Path | None, work: Path) -> Problem:
         work.mkdir(parents=True, exist_ok=True)
         parts = {"query": made.query, "key": made.key, "value": made.value, "scale": torch.tensor(made.scale)}
         save_file({part: tensor.float().contiguous() for part, tensor in parts.items()}, path)
-    stored = mapped(path)
+    stored = loaded(path)
     return Problem(stored["query"], stored["key"], stored["value"], float(stored["scale"]))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.records import build, parse, unseal
-from fewkeys.core.tensor_files import fingerprint, mapped
+from fewkeys.core.tensor_files import fingerprint, loaded
 from fewkeys.core.validation import Options, check_inputs
 
 FORMAT_VERSION = 2
@@ -147,7 +147,7 @@ class Capture(Facts):
     def _read(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, mapped. The first read checks their fingerprint."""
         try:
-            tensors = mapped(self.directory / name)
+            tensors = loaded(self.directory / name)
             if name not in self._sound and self.files.get(name) != fingerprint(name, tensors):
                 raise ValueError(f"the content does not fit the fingerprint in {INDEX}")
         except (OSError, ValueError) as error:

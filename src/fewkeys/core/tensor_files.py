@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from fewkeys.core.files import write_whole
@@ -97,21 +97,11 @@ class LayerFile:
             write(self.path, self.kind, facts, tensors)
 
 
-def loaded(data: bytes) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file."""
+def loaded(source: bytes | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, given its bytes; memory-mapped, given its path."""
     try:
         with torch.device("cpu"):
-            tensors: dict[str, Tensor] = load(data)
-    except FAULTS as error:
-        raise ValueError(f"damaged: {error}") from None
-    return tensors
-
-
-def mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, memory-mapped."""
-    try:
-        with torch.device("cpu"), safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return load(source) if isinstance(source, bytes) else load_file(source)
     except FAULTS as error:
         raise ValueError(f"damaged: {error}") from None
 
