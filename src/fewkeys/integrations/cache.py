@@ -14,7 +14,7 @@ from torch import nn
 from fewkeys.integrations import interface
 from fewkeys.integrations.masks import SLIDING, layer_window
 from fewkeys.integrations.transformers import LayerPlan, plans_per_layer
-from fewkeys.memory.base import LeafType, check_leaves
+from fewkeys.memory.rows import LeafType, check_leaves
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 

@@ -12,7 +12,7 @@ from torch import nn
 from fewkeys.integrations.cache import cache
 from fewkeys.integrations.interface import unwrapped
 from fewkeys.integrations.transformers import LayerPlan
-from fewkeys.memory.base import LeafType
+from fewkeys.memory.rows import LeafType
 from fewkeys.plan import Plan
 
 _MARK = "\N{NUL}"

@@ -22,7 +22,7 @@ from fewkeys.integrations.answers import Length, streams
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import gaps_error, plain
 from fewkeys.memory import Stream, files
-from fewkeys.memory.base import LeafType
+from fewkeys.memory.rows import LeafType
 from fewkeys.plan import Plan
 
 DRAFT = 24

@@ -28,9 +28,9 @@ from fewkeys.execute import dispatch, exact, native
 from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
-from fewkeys.memory.base import Rules, SavedFacts
 from fewkeys.memory.checks import Kind
-from fewkeys.memory.rows import HeldRows
+from fewkeys.memory.files import SavedFacts
+from fewkeys.memory.rows import HeldRows, Rules
 from fewkeys.native.build import LargeError
 from fewkeys.native.tensors import placed
 from fewkeys.plan import Plan

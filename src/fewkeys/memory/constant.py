@@ -19,8 +19,9 @@ from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.memory.base import Rules, SavedFacts, named_rows
 from fewkeys.memory.checks import Kind
+from fewkeys.memory.files import SavedFacts
+from fewkeys.memory.rows import Rules, named_rows
 from fewkeys.past.state import State
 from fewkeys.plan import Plan
 from fewkeys.select.base import Recent

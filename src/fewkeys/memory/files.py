@@ -3,20 +3,33 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import FAULTS as FAULTS
 from fewkeys.core.validation import check_count
-from fewkeys.memory.base import LeafType, SavedFacts
+from fewkeys.memory.rows import LeafType
 
 FORMAT = 5
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """The header and the tensors of a stream."""
+
+
+@dataclass(frozen=True)
+class SavedFacts:
+    """What a file says of a memory beside its tensors. moved: `State.moved` of a `Constant`."""
+
+    dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
+    moved: int | None = None
+
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return dtype
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ float32, an error of at most s / 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,9 +14,29 @@ from torch import Tensor
 from fewkeys.core.fields import Buffer, Fields
 from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.memory.base import LeafType, named_rows
+from fewkeys.plan import Plan
 
 LARGEST = 127
+
+LeafType = Literal["model", "int8"]
+"""The form of stored keys and values: the dtype of the model, or int8 with a scale for each row."""
+
+
+def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
+    """Raise `ValueError` for a form of keys and values that is unknown or that no plan supports."""
+    if leaves is not None and leaves not in get_args(LeafType):
+        raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
+    if leaves == "int8" and not any(plan.scanned for plan in plans):
+        raise ValueError(f"leaves: expected None for plans without KeyScan, got {leaves}; leave it out")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The plan, the form of stored keys and values, and how many latest tokens can always be removed."""
+
+    plan: Plan
+    leaves: LeafType
+    undo: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,3 +118,13 @@ def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     scale = rows.abs().amax(-1, keepdim=True).float() / LARGEST
     number = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-LARGEST, LARGEST)
     return number.to(torch.int8), scale
+
+
+def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
+    """The keys (B, Hkv, N, D) and values of a file; `ValueError` unless they match each other."""
+    key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
+    if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
+        raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")
+    if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
+        raise ValueError(f"expected {root}value {tuple(key.shape[:3])} of {key.dtype}, got {tuple(value.shape)}")
+    return key, value

@@ -20,11 +20,11 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.precision import full_precision, lowered, widened, working_dtype
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
-from fewkeys.memory.base import LeafType, Rules, check_leaves
 from fewkeys.memory.checks import Kind, NewTokens, check_query, check_tokens
 from fewkeys.memory.coded import Coded
 from fewkeys.memory.constant import Constant
 from fewkeys.memory.groups import Group, checked_gaps, checked_rows, real_tokens
+from fewkeys.memory.rows import LeafType, Rules, check_leaves
 from fewkeys.plan import Plan
 
 
