@@ -118,8 +118,6 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each tensor; NaN or infinity if an entry is."""
-    if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
-        return [0.0] * len(tensors)
     rows = [tensor.detach() if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     ends = [end for tensor in rows for end in tensor.aminmax()]
     low_and_high = iter(torch.stack(ends).tolist())  # together: a GPU is waited for once
@@ -133,8 +131,6 @@ def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float],
 
 def check_finite(**tensors: Tensor) -> None:
     """Raise `ValueError` for NaN and infinity, by argument name."""
-    if torch.compiler.is_dynamo_compiling():  # the numbers are unknown
-        return
     for name, tensor in tensors.items():
         # A finite sum proves that all numbers are finite; that of finite numbers may overflow.
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
