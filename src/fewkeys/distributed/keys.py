@@ -51,13 +51,8 @@ def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Co
 
     Source: LevAttention (arXiv 2410.05462), distributed setting.
     """
-    comm = communicator(group)
-    call = "leverage_scores"
-    with checking(comm, call):
-        rows = check_shard(comm, key)
-        power = check_real("power", power, above=0.0)
-    check_tokens(agree(comm, call, {**described(key), "power": power}, key.shape[2]))
-    return sensitivity_bounds(rows, power, OverRanks(comm)).to(rows.dtype)
+    rows, bounds = _bounds("leverage_scores", key, power, group)
+    return bounds.to(rows.dtype)
 
 
 def universal_set(
@@ -79,14 +74,21 @@ def universal_set(
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the distributed setting.
     """
+    _, bounds = _bounds("universal_set", key, power, group, eps=eps)
+    return bounds >= eps * (1 - ROUNDING)
+
+
+def _bounds(
+    call: str, key: Tensor, power: float, group: ProcessGroup | Communicator | None, **shares: float
+) -> tuple[Tensor, Tensor]:
+    """This rank's keys, and their scores before rounding, once all ranks agree on these arguments of `call`."""
     comm = communicator(group)
-    call = "universal_set"
     with checking(comm, call):
         rows = check_shard(comm, key)
-        eps = check_real("eps", eps, above=0.0, below=1.0)
-        power = check_real("power", power, above=0.0)
-    check_tokens(agree(comm, call, {**described(key), "eps": eps, "power": power}, key.shape[2]))
-    return sensitivity_bounds(rows, power, OverRanks(comm)) >= eps * (1 - ROUNDING)
+        same = {name: check_real(name, share, above=0.0, below=1.0) for name, share in shares.items()}
+        same["power"] = check_real("power", power, above=0.0)
+    check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
+    return rows, sensitivity_bounds(rows, same["power"], OverRanks(comm))
 
 
 def described(key: Tensor) -> dict[str, object]:
