@@ -6,9 +6,9 @@ takes as long as its sequences one after the other. With gradients, lines includ
 
 Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU at `ON_GPU`
 tokens. The runs take turns, so that other load disturbs all of them, and the fastest of each counts. `impl="auto"`
-measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`):
-until they expire, the same call runs the same way in every process. Lines of times that did not settle, or fell with
-more work, expire soon. Where none can be kept, counts of operations decide (`fewkeys.cost.operations`).
+measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`), so
+that all processes choose alike. Lines of times that did not settle, or fell with more work, expire soon. Where none can
+be kept, counts of operations decide (`fewkeys.cost.operations`).
 """
 
 import math
@@ -147,7 +147,7 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The kept lines of exact attention, of preparing the plan, and of attending by it."""
+    """The kept lines of exact attention, of preparing and of attending."""
     numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 

@@ -1,6 +1,5 @@
-"""Numbers measured on this machine and kept in the cache folder, so that all processes read the same ones.
-
-They are measured again once they are old: machines change, and other load may disturb a measurement.
+"""Numbers measured on this machine and kept in the cache folder, so that all processes read the same ones until they
+are old: machines change, and other load may disturb a measurement.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
     """The numbers kept under `what` (JSON values) for this machine and version; measured if there are none.
 
     `measure` also returns whether they are reliable. If several processes measure at once, all use the numbers of the
-    first to write. A damaged or old file is replaced. None, without a measurement, if the folder cannot be written.
+    first to write. None, without a measurement, if the folder cannot be written.
     """
     machine = {"fewkeys": VERSION, "torch": torch.__version__, "processor": _digest(processor())[:16]}
     facts = json.loads(json.dumps({**machine, **what}))

@@ -43,9 +43,9 @@ def attention(
 ) -> Tensor:
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
-    Every rank scores its own keys against those of all ranks and offers its best; all ranks cut the union to the
-    budget; the keys and values that are left are gathered; local queries attend to them. A collective, with the same
-    arguments on every rank apart from the tensors.
+    Every rank scores its own keys and offers its best; all ranks cut the union to the budget; the keys and values that
+    are left are gathered; local queries attend to them. A collective, with the same arguments on every rank apart from
+    the tensors.
 
     Args:
         query: (B, Hq, Nq_local, D), this rank's queries, any number of them, also 0.

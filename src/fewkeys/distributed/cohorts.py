@@ -5,7 +5,7 @@
     stand-ins   sums over ranks (`fewkeys.core.totals`)
     window      the nearest keys of the neighbouring shards, with their clusters, gathered
 
-Each rank then attends to its own keys, the neighbouring keys and the kept keys of all ranks, as one process does.
+Each rank then attends to its own, the neighbouring and all kept keys, as one process does.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Statistics of keys whose token axis is split over ranks.
 
-A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends D x D
-numbers, however many keys there are; for `|s|^p` a D x D matrix and a few numbers per head for every step of the Lewis
-weights.
+Scores need nothing of the keys of other ranks but their Gram matrix, a sum over keys. So each rank sends D x D numbers,
+however many keys there are; for `|s|^p`, these and a few numbers per head for every step of the Lewis weights.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def universal_set(
     """The keys of this rank that belong to the universal set of all ranks' keys.
 
     Together the ranks mark the keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible
-    query: those of one process, unless a score is within rounding (see `leverage_scores`) of `eps (1 - 1e-9)`, from
-    which on scores count. A collective.
+    query: those of one process, unless a score is within rounding (see `leverage_scores`) of the least that counts,
+    `eps (1 - 1e-9)`. A collective.
 
     Args:
         key, power, group: as in `leverage_scores` here.

@@ -92,8 +92,8 @@ class _Shard:
     def scored(
         self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The scores (B, Hq, M, keys) of the block of queries from `start` on, -inf for keys that this rank does not
-        answer for, and the values: of the queries' own block, of chosen keys and of means.
+        """The scores (B, Hq, M, keys) of the block of queries from `start` on, -inf for keys of other ranks, and the
+        values: of the queries' own block, of chosen keys and of means.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)

@@ -1,8 +1,8 @@
 """An interval for a mean relative error, from stratified samples of few queries.
 
-Most queries have a small relative error, a few have one many times the mean. The normal interval then covers too
-seldom: a sample that misses the large errors has a small mean and a small variance. Three corrections restore coverage
-(measured by `experiments/value_aware/spot_check_coverage.py`):
+Most queries have a small relative error, a few one many times the mean. A sample that misses these has a small mean and
+a small variance, so the normal interval covers too seldom. Three corrections restore coverage (measured by
+`experiments/value_aware/spot_check_coverage.py`):
 
 * The variance is estimated over groups of neighbouring strata, on average at least the true one
   (`fewkeys.guard.sample`).

@@ -1,7 +1,7 @@
 """A plan's error, estimated from a few queries that are answered exactly.
 
 The real queries of a sequence are cut into strata of (almost) equal length, and one query is drawn from each (Cochran,
-Sampling Techniques, 3rd ed. 1977, section 5A.12). So errors that change along the text add little to the variance.
+Sampling Techniques, 3rd ed. 1977, section 5A.12): errors that change along the text add little to the variance.
 """
 
 from dataclasses import dataclass
@@ -60,11 +60,11 @@ class QuerySample:
     def estimates(self, errors: Tensor, heads: Tensor | None = None) -> Estimates:
         """The mean error of each sequence and head, from the errors (B, Hq, m), with moments around the true mean.
 
-        A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
-        group of about `GROUP` strata. On average that is at least the true variance if the strata of a group have one
-        length (Cochran: `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
-        `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K is the group's third k-statistic: right
-        on average for errors in random order. A stratum that is drawn whole adds nothing.
+        A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, `S^2` the sample variance of its group of
+        about `GROUP` strata: on average at least the true variance if the strata of a group have one length (Cochran:
+        `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
+        `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, K the group's third k-statistic: right on
+        average for errors in random order. A stratum that is drawn whole adds nothing.
 
         heads: (Hq,) their numbers in the model.
         """
