@@ -31,10 +31,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in eval mode and its tokenizer, from a local folder or a hub id. Nothing is printed.
 
-    Encoders come as their base model (`AutoModel`), decoder-only models that were saved with a language-model head as
-    `AutoModelForCausalLM`. Weights are read from safetensors only and no code of the repository is run. dtype: None is
-    float32 on the CPU and that of the checkpoint elsewhere. A tokenizer without a padding token gets its end token for
-    that. The hub is asked only for what its cache lacks.
+    Encoders come as their base model (`AutoModel`), decoders saved with a language-model head as
+    `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. dtype: None is
+    float32 on the CPU and that of the checkpoint elsewhere. A missing padding token is the end token. The hub is asked
+    only for what its cache lacks.
 
     `ValueError` for a folder or hub id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a
     model whose attention does not go through transformers' interface.
@@ -127,14 +127,13 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
         if name.endswith(".gguf"):
             fault = f"got a GGUF file, {name}; {_NO_GGUF}"
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {fault}")
-    is_known = is_folder
-    with suppress(HFValidationError):
-        validate_repo_id(name)
-        is_known = is_folder or isinstance(name_or_dir, str)
-    if not is_known:
+    try:
+        if not is_folder:
+            validate_repo_id(name_or_dir if isinstance(name_or_dir, str) else "")
+    except HFValidationError:
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
-        )
+        ) from None
     offline = is_folder or _is_cached(name)
     return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 
@@ -175,8 +174,7 @@ def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtyp
     options = {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
     what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
     model, info = _pretrained(factory, name, offline, what, fix, **options)
-    missing = [key for key in info["missing_keys"] if "pooler" not in key]
-    if missing:
+    if missing := [key for key in info["missing_keys"] if "pooler" not in key]:
         raise ValueError(
             f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
             f"the first {min(missing)!r}; fetch the model again"
