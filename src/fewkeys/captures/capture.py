@@ -6,8 +6,6 @@ projections, and a `capture.json` that describes them. `fewkeys.captures.writer`
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.records import build, parse, unseal
+from fewkeys.core.records import build, digest, parse, unseal
 from fewkeys.core.tensor_files import fingerprint, loaded
 from fewkeys.core.validation import Options, check_inputs
 
@@ -159,8 +157,7 @@ class Capture(Facts):
         """A fingerprint of the tensors, the scale and the sequences of a layer."""
         beginnings = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
         files = sorted(item for item in self.files.items() if item[0].startswith(beginnings))
-        facts = [files, self.scales[layer], self.is_causal, str(self._part)]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return digest([files, self.scales[layer], self.is_causal, str(self._part)])
 
     @property
     def biased(self) -> bool:

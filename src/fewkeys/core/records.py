@@ -58,7 +58,7 @@ def _no_number(name: str) -> NoReturn:
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:
     """The object with the checksum of its content."""
-    return {**data, CHECKSUM: _digest(data)}
+    return {**data, CHECKSUM: digest(data)}
 
 
 def unseal(data: Any, *, required: bool = False) -> Any:
@@ -68,14 +68,15 @@ def unseal(data: Any, *, required: bool = False) -> Any:
             raise ValueError(f"expected an object with a {CHECKSUM}, as it was written")
         return data
     content = {name: value for name, value in data.items() if name != CHECKSUM}
-    if data[CHECKSUM] != _digest(content):
+    if data[CHECKSUM] != digest(content):
         raise ValueError(
             f"the content does not fit its {CHECKSUM}; save again, or leave out {CHECKSUM!r} after editing"
         )
     return content
 
 
-def _digest(data: Mapping[str, Any]) -> str:
+def digest(data: Any) -> str:
+    """32 hexadecimal digits that differ between JSON values."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from fewkeys.core.files import write_whole
-from fewkeys.core.records import CHECKSUM, parse
+from fewkeys.core.records import CHECKSUM, digest, parse
 
 FACTS = "fewkeys"
 FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, IndexError)
@@ -76,8 +76,7 @@ class LayerFile:
     """
 
     def __init__(self, folder: Path | None, kind: str, name: str, facts: Sequence[Any]) -> None:
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-        self.path, self.kind = None if folder is None else folder / f"{name}-{digest}.safetensors", kind
+        self.path, self.kind = None if folder is None else folder / f"{name}-{digest(facts)}.safetensors", kind
 
     def read(self, forms: Mapping[str, Form]) -> tuple[Any, dict[str, Tensor]] | None:
         """The facts and tensors; None if there is no file, or it is damaged or of other forms."""
@@ -114,9 +113,9 @@ def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
     """32 hexadecimal digits of named tensors, their dtypes and shapes, and the kind of the content."""
-    digest = hashlib.sha256(kind.encode())
+    content = hashlib.sha256(kind.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()[:32]
+        content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        content.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return content.hexdigest()[:32]

@@ -2,7 +2,6 @@
 are old: machines change, and other load may disturb a measurement.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from fewkeys.core.files import cache_folder, write_whole
+from fewkeys.core.records import digest
 from fewkeys.core.trust import make_folder
 from fewkeys.core.version import VERSION
 from fewkeys.native.sets import processor
@@ -31,10 +31,10 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
     `measure` also returns whether they are reliable. If several processes measure at once, all use the numbers of the
     first to write. None, without a measurement, if the folder cannot be written.
     """
-    machine = {"fewkeys": VERSION, "torch": torch.__version__, "processor": _digest(processor())[:16]}
+    machine = {"fewkeys": VERSION, "torch": torch.__version__, "processor": digest(processor())}
     facts = json.loads(json.dumps({**machine, **what}))
     try:
-        path = cache_folder() / FOLDER / f"{_digest(json.dumps(facts, sort_keys=True))[:24]}.json"
+        path = cache_folder() / FOLDER / f"{digest(facts)}.json"
         if (numbers := _read(path, facts)) is not None:
             return numbers
         make_folder(path.parent)
@@ -71,7 +71,3 @@ def _write_first(path: Path, facts: Mapping[str, Any], text: str) -> None:
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
