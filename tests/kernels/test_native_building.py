@@ -53,10 +53,10 @@ def fresh(monkeypatch, tmp_path, compiler):
 
 @pytest.mark.long
 def test_a_processor_is_told_by_what_the_system_says_of_it(monkeypatch):
-    monkeypatch.setattr(sets, "_cpuinfo", lambda *names: [])
+    monkeypatch.setattr(sets, "cpuinfo", lambda *names: [])
     monkeypatch.setattr("platform.processor", lambda: "its name")
     assert sets.processor() == "its name"
-    monkeypatch.setattr(sets, "_cpuinfo", lambda *names: ["flags: a", "model name: b", "flags: a"])
+    monkeypatch.setattr(sets, "cpuinfo", lambda *names: ["flags: a", "model name: b", "flags: a"])
     assert sets.processor() == "flags: a\nmodel name: b"
 
 

@@ -2,11 +2,9 @@
 
 import os
 import platform
-import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import torch
 import fewkeys.native as native
 from fewkeys import flow
 from fewkeys.core.version import VERSION
+from fewkeys.native.sets import cpuinfo
 from fewkeys.plan import Plan, budget
 
 RECOMMENDED = tuple(budget(slots, is_causal=causal).never_exact() for causal in (False, True) for slots in (64, 128))
@@ -68,7 +67,5 @@ def error_on_fixed_inputs(plan: Plan) -> float:
 
 
 def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
-    name = re.search(r"^model name[^:]*:(.*)", text, re.MULTILINE)
-    return name[1].strip() if name else platform.processor() or platform.machine()
+    lines = cpuinfo("model name")
+    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

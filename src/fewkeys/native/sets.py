@@ -106,16 +106,17 @@ def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) 
 
 def processor() -> str:
     """A text that differs between processors of different instructions."""
-    return "\n".join(_cpuinfo("flags", "Features", "model name")[:2]) or platform.processor()
+    return "\n".join(cpuinfo("flags", "Features", "model name")[:2]) or platform.processor()
 
 
 @lru_cache
 def _flags() -> frozenset[str] | None:
-    lines = _cpuinfo("flags")
+    lines = cpuinfo("flags")
     return frozenset(lines[0].partition(":")[2].split()) if lines else None
 
 
-def _cpuinfo(*names: str) -> list[str]:
+def cpuinfo(*names: str) -> list[str]:
+    """The lines of /proc/cpuinfo that begin with one of the names."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return [line for line in lines if line.startswith(names)]
