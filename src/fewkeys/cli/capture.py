@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import as_json, deliver, publish
+from fewkeys.cli.files import deliver, publish
 from fewkeys.cli.options import add_common, add_inputs
 from fewkeys.cli.progress import progress
-from fewkeys.core.files import write_whole
+from fewkeys.core.files import write_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         def fill(folder: Path) -> None:
             captured, opened = inputs.read(arguments, step, folder)
             facts.update(model=opened.name, directory=str(out), layers=captured.layers, sequences=captured.sequences)
-            write_whole(folder / inputs.OPENED, as_json({"model": opened.name, "tokens": opened.tokens}))
+            write_json(folder, inputs.OPENED, {"model": opened.name, "tokens": opened.tokens})
 
         publish(out, fill, last=INDEX)
     stored = "Stored {layers} layers, {sequences} sequences of {model} in {directory}".format(**facts)

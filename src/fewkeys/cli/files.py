@@ -58,7 +58,7 @@ def deliver(
     """
     is_written, text, names = bool(name) and arguments.out is not None, "", []
     if is_written or arguments.json:
-        text = result if isinstance(result, str) else as_json(result) + "\n"
+        text = result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
     if is_written:
 
         def fill_all(folder: Path) -> None:
@@ -72,8 +72,3 @@ def deliver(
     show()
     if names:
         print(f"\nWritten: {', '.join(names)} in {arguments.out}")
-
-
-def as_json(result: Mapping[str, Any]) -> str:
-    """The JSON text of a result, indented."""
-    return json.dumps(result, indent=1, allow_nan=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fewkeys.demo as demo
 from fewkeys.cli.files import check_folder
 from fewkeys.cli.progress import Step
+from fewkeys.core.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,8 +123,7 @@ def read(
 
         with named_as_options(directory="--capture"):
             captured = Capture.load(arguments.capture)
-        path = arguments.capture / OPENED
-        facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            facts = read_json(arguments.capture, OPENED) if (arguments.capture / OPENED).is_file() else {}
         opened = Opened(None, facts.get("model", captured.model_name), [], [], facts.get("tokens", []))
     return replace(captured, model_name=opened.name), opened
 
