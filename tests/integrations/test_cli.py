@@ -399,8 +399,8 @@ def test_bad_models(run, tmp_path, encoder):
 
 def test_bad_texts(run, tmp_path):
     out = tmp_path / "out"
-    refused(run(text=tmp_path / "missing.txt", out=out), "--text", "no such file", "missing.txt")
-    refused(run(text=tmp_path, out=out), "--text", "a folder")
+    refused(run(text=tmp_path / "missing.txt", out=out), "--text", "missing.txt (No such file or directory)")
+    refused(run(text=tmp_path, out=out), "--text", "(Is a directory)")
     path = tmp_path / "text.txt"
     path.write_text(" \n\t\n", encoding="utf-8")
     refused(run(text=path, out=out), "--text", "empty")
@@ -413,7 +413,7 @@ def test_bad_texts(run, tmp_path):
 
 def test_bad_folders_are_found_before_any_work(run, words, monkeypatch):
     monkeypatch.setattr(inputs, "open_model", lambda *_: pytest.fail("the model was loaded"))
-    refused(run(out=words), "--out", "a file")
+    refused(run(out=words), "--out", "words.txt (Not a directory)")
     refused(run(out=words / "below"), "--out", "words.txt")
     refused(run("capture", out=words / "below"), "--out", "words.txt")
     if Path("/proc/self").is_dir():

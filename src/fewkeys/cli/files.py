@@ -14,8 +14,6 @@ from fewkeys.core.files import write_whole
 
 def check_folder(out: Path) -> None:
     """Raise if files could not be written to `out`."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out: expected a folder, got a file: {out}")
     try:
         with tempfile.TemporaryDirectory(dir=_existing(out), prefix=".fewkeys-"):
             pass

@@ -151,9 +151,6 @@ def named_as_options(**options: str) -> Iterator[None]:
 def _read_texts(paths: Sequence[Path]) -> list[str]:
     texts = []
     for path in paths:
-        if str(path) != "-" and not path.is_file():
-            got = "a folder" if path.is_dir() else "no such file"
-            raise ValueError(f"--text: expected a text file, got {got}: {path}")
         try:
             data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))
@@ -161,6 +158,8 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
         except (gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"--text: expected gzip in {path}, got a damaged file ({error})") from error
+        except OSError as error:
+            raise ValueError(f"--text: expected a text file, got {path} ({error.strerror})") from error
     if not any(text.strip() for text in texts):
         raise ValueError(f"--text: expected some text, got only empty files: {', '.join(map(str, paths))}")
     return texts
