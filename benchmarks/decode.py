@@ -73,9 +73,7 @@ def main():
 
     theirs = decode(model, exact, options.tokens, held, took)
     results = {"slots": SLOTS, "fewkeys": ours, "dynamic cache": theirs}
-    write_json(
-        options.out, "decode.json", {**results, "machine": machine(), "versions": versions(with_transformers=True)}
-    )
+    write_json(options.out, "decode.json", {**results, "machine": machine(), "versions": versions()})
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def main():
             first, last = contexts[0], contexts[-1]
             last["exponent"] = log(last["plan"] / first["plan"]) / log(last["tokens"] / first["tokens"])
         results["decoding"] += contexts
-    results |= {"machine": machine(), "versions": versions(with_transformers=False)}
+    results |= {"machine": machine(), "versions": versions()}
     write_json(options.out, "decoders.json", results)
 
 

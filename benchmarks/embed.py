@@ -163,7 +163,7 @@ def measured(folder: Path, model: str, text: str, count: int, most: int, slots: 
         "cosine_chunks": cosines(folder / "chunks.npz", folder / "exact chunks.npz"),
         "error": float(np.load(folder / "few.npz")["error"].mean()),
         "machine": machine(),
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
     }
 
 

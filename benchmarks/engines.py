@@ -238,7 +238,7 @@ def main() -> None:
                 others = [old for old in rows if (old["model"], old["batch"], old["length"]) != (name, batch, length)]
                 rows = sorted([*others, row], key=lambda one: (MODELS.index(one["model"]), one["batch"], one["length"]))
                 result = {"plan": f"budget({SLOTS})", "rows": rows}
-                about = {"machine": machine(), "versions": versions(with_transformers=True)}
+                about = {"machine": machine(), "versions": versions()}
                 write_whole(path, json.dumps(about | result, indent=1) + "\n")
                 gc.collect()
     picture(rows, RESULTS / "engines.png")

@@ -104,7 +104,7 @@ def whole_model(shape: str, length: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def main() -> None:
     at = machine() | {"gpu": torch.cuda.get_device_name(GPU)}
-    result: dict[str, Any] = {"machine": at, "versions": versions(with_transformers=True)}
+    result: dict[str, Any] = {"machine": at, "versions": versions()}
 
     def add(kind: str, row: dict[str, Any]) -> None:
         result.setdefault(kind, []).append(row)

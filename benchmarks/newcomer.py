@@ -41,7 +41,7 @@ with fk.apply(encoder, fk.budget(64)):
     vectors = encoder.encode(documents, batch_size=1, convert_to_tensor=True)
 cosine = float((exact * vectors).sum(-1).min())
 assert cosine > 0.98, cosine
-print(json.dumps({"least_cosine": cosine, "machine": machine(), "versions": versions(with_transformers=True)}))
+print(json.dumps({"least_cosine": cosine, "machine": machine(), "versions": versions()}))
 """
 
 

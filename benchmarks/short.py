@@ -53,7 +53,7 @@ def main() -> None:
     for shape in SHAPES:
         rows.append(measure(*shape))
         print(json.dumps(rows[-1]), flush=True)
-    result = {"machine": machine(), "versions": versions(with_transformers=True), "rows": rows}
+    result = {"machine": machine(), "versions": versions(), "rows": rows}
     write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
 
 

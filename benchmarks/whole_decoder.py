@@ -80,7 +80,7 @@ def main() -> None:
     path = parser.parse_args().out
     model = smollm2()
     models = (model, deepcopy(model).bfloat16())
-    result: dict[str, Any] = {"machine": machine(), "versions": versions(with_transformers=True)}
+    result: dict[str, Any] = {"machine": machine(), "versions": versions()}
     result["prefill"] = [prefill(one, tokens, turns, one) for one in models for tokens, turns in PROMPTS.items()]
     torch._inductor.config.freezing = True
     torch._dynamo.config.recompile_limit = 64  # a layer's number is a constant of its code

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from experiments.cells import TOLERANCE, is_of_todays_plans
 
-from fewkeys.bench.machine import TOLERANCE, error_on_fixed_inputs, is_of_todays_plans, versions
+from fewkeys.bench.machine import error_on_fixed_inputs, versions
 from fewkeys.plan import budget
 
 ROOT = Path(__file__).parents[1]

@@ -82,7 +82,7 @@ def main() -> int:
         print(f"{length} tokens, {texts}, {options.slots} slots")
         for name, error in errors.items():
             print(f"  {name:34}{error:7.3f}{error / oracle:7.2f} of the oracle", flush=True)
-    where = {"machine": machine(), "versions": versions(with_transformers=True)}
+    where = {"machine": machine(), "versions": versions()}
     write_json(options.out, "encoder.json", {"slots": options.slots, "results": results, **where})
     return 0
 

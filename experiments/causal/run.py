@@ -111,7 +111,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
         "tokens": {"learned": len(token_ids(learned, tokenizer)), "judged": count * settings.context},
         "text": text,
         "recall": recall,
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
         "machine": machine(),
     }
     write_json(given.out, "results.json", results)

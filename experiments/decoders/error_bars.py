@@ -69,9 +69,7 @@ def main() -> None:
     settings = {"model": options.gguf or Path(options.model).name, "text": options.text.name, "confidence": 0.95}
     settings |= {name: getattr(options, name) for name in ("length", "repeats", "trials")}
     record = {"settings": settings, "heads": heads, "hard": hard}
-    write_json(
-        options.out, "error-bars.json", record | {"versions": versions(with_transformers=True), "machine": machine()}
-    )
+    write_json(options.out, "error-bars.json", record | {"versions": versions(), "machine": machine()})
 
 
 class Measured:

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         cache.close()
     model_name = options.gguf or Path(options.model).name
     settings = {"model": model_name, "length": options.length, "place": str(options.place)}
-    write_json(options.out, "leaves.json", {"of": settings, "rows": rows, "versions": versions(with_transformers=True)})
+    write_json(options.out, "leaves.json", {"of": settings, "rows": rows, "versions": versions()})
 
 
 if __name__ == "__main__":

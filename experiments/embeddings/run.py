@@ -174,7 +174,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row = {"line": line, "slots": slots, "seconds_per_text": seconds / len(unit)}
         rows += [row | judged(unit[:count], exact[:count]) for count in sorted({options.few, len(unit)})]
         print({name: round(value, 4) if isinstance(value, float) else value for name, value in rows[-1].items()})
-        made = {"machine": machine(), "versions": versions(with_transformers=True)}
+        made = {"machine": machine(), "versions": versions()}
         yield {"few": options.few, "length": LENGTH, "rows": rows, **made}
 
 

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             paths = {name: Path(path) for name, _, path in (pair.partition("=") for pair in options.files)}
             for name in options.models:
                 for length in ENCODERS[name].lengths[::-1]:
-                    data |= {"machine": machine(), "versions": versions(with_transformers=True)}
+                    data |= {"machine": machine(), "versions": versions()}
                     x = problem(captured(name, length, paths, options.work), ENCODERS[name].layers)
                     for _ in _judged(data["errors"], name, length, x):
                         write_json(options.out, FILE, data)

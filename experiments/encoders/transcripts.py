@@ -76,7 +76,7 @@ def main() -> None:
         "words": [len(expected) for expected in spoken],
         "rows": rows,
         "machine": machine(),
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
     }
     write_json(options.out, FILE, results)
     write_whole(options.out / "transcripts.md", table(results))

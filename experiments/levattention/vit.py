@@ -142,12 +142,12 @@ def _run_all(options: argparse.Namespace) -> None:
                 raise ValueError(f"--out: {path} was made with other settings; use another folder, or delete it")
             continue
         show = _Progress(f"[{number + 1}/{len(runs)}] {run.name}")
-        where = {"machine": machine(), "versions": versions(with_transformers=True)}
+        where = {"machine": machine(), "versions": versions()}
         record = {**asdict(run), "settings": stated, **_one(run, options, setting, recipe, show), **where}
         write_json(
             folder,
             path.name,
-            {**record, "machine": machine(), "versions": versions(with_transformers=True)},
+            {**record, "machine": machine(), "versions": versions()},
         )
         show.finish(f"accuracy {record['accuracy']:.4f}")
     print(report(options.out, options.data, [folder / f"{run.name}.json" for run in runs]))

@@ -94,7 +94,7 @@ def main() -> None:
         print("  ".join(f"{value:>10.4g}" if isinstance(value, float) else f"{value:>12}" for value in row.values()))
     settings = {name: getattr(options, name) for name in ("tokens", "layers", "documents")}
     result = {"shape": "modernbert", **settings, "rows": rows}
-    result |= {"machine": machine(), "versions": versions(with_transformers=True)}
+    result |= {"machine": machine(), "versions": versions()}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 

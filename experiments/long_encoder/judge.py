@@ -223,7 +223,7 @@ def main() -> None:
         text, teacher = token_row(read_text(options.text), tokenizer), teacher_and_tokenizer()[0]
         result: dict[str, Any] = {"text_tokens": len(text), "seed": options.seed, "rows": []}
         result["training"] = json.loads((options.model / RECORD).read_text())
-        result |= {"machine": machine(), "versions": versions(with_transformers=True)}
+        result |= {"machine": machine(), "versions": versions()}
         for length in options.lengths:
             for task in ("pass key", "fact", "passage"):
                 new = judged(model, tokenizer, text, task, length, options.seed, PLANS)

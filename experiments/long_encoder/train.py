@@ -269,7 +269,7 @@ def main() -> None:
     }
     result = {"tokens": {name: len(row) for name, row in rows.items()}, "stages": [*earlier, stage]}
     at = machine() | ({"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {})
-    write_json(options.out, RECORD, result | {"machine": at, "versions": versions(with_transformers=True)})
+    write_json(options.out, RECORD, result | {"machine": at, "versions": versions()})
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
         **stated,
         "points": {"encoder": [asdict(point) for point in fronts(points)]},
         "task": _task(model, batch, own, points, settings, work),
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
         "machine": machine(),
     }
     write_json(given.out, "results.json", results)

@@ -107,7 +107,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
         **stated,
         "points": {part: [asdict(point) for point in fronts(points)] for part, points in found.items()},
         "task": judge.sweep(found, settings.every),
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
         "machine": machine(),
     }
     write_json(given.out, "results.json", results)

@@ -78,7 +78,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
         "settings": asdict(settings),
         "text_sha256": identity["text"],
         "encoder": "all-MiniLM-L6-v2" if given.model is None else given.model.name,
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
         "machine": machine(),
         **summarise(given.work, sizes),
     }

@@ -77,7 +77,7 @@ def main() -> None:
             show(rows[-1])
     settings = {"model": NAME, "texts": [path.name for path in options.text], "confidence": CONFIDENCE}
     settings |= {key: getattr(options, key) for key in ("sequences", "length", "queries", "trials")}
-    record = {"settings": settings, "rows": rows, "versions": versions(with_transformers=True), "machine": machine()}
+    record = {"settings": settings, "rows": rows, "versions": versions(), "machine": machine()}
     write_json(options.out, "spot_check.json", record)
 
 

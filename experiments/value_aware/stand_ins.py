@@ -97,7 +97,7 @@ def main() -> None:
         "oracle_top_64": oracle,
         "rows": found,
         "machine": machine(),
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
     }
     write_whole(arguments.out, json.dumps(result, indent=1) + "\n")
 

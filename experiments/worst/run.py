@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data: dict[str, Any] = read_json(options.out, FILE) if (options.out / FILE).is_file() else {}
     if not options.draw:
-        data |= {"machine": machine(), "versions": versions(with_transformers=True), "steps": options.steps}
+        data |= {"machine": machine(), "versions": versions(), "steps": options.steps}
         data["inputs"] = {name: _made(name, plan, options.steps) for name, plan in (BOTH | CAUSAL).items()}
         write_json(options.out, FILE, data)
         if options.text is not None:

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     data = {"length": options.length, "layers": options.layers, **opened(options.out, FILE, "rows")}
     judged = {(row["peer"], row["slots"]) for row in data["rows"]}
-    data |= {"machine": machine(), "versions": versions(with_transformers=True)}
+    data |= {"machine": machine(), "versions": versions()}
     for slots in SLOTS:
         for name in (*PLANS, *RULES):
             if (name, slots) in judged:

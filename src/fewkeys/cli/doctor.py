@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
                 times = {"exact_ms": choice.exact_ms, "plan_ms": choice.plan_ms}  # None where these do not decide
                 auto[name].append({"tokens": length, "runs": choice.runs, **times})
     facts = {
-        "versions": versions(with_transformers=True),
+        "versions": versions(),
         "machine": processor,
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),

@@ -92,7 +92,7 @@ def compare(
         length=max(lengths),
         tokens=sum(lengths),
         settings={"eps": eps, "seed": seed, "impl": impl, "budgets": budgets, "timed_shape": shape},
-        versions=versions(with_transformers=model is not None),
+        versions=versions(),
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
         skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
