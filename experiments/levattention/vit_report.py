@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vit_plans import PLANS
 
 from fewkeys.core.files import write_json
-from fewkeys.report.style import Look, draw, halo, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import Look, draw, label, logarithmic, name_lines, save, say, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,10 +144,8 @@ def figure(table: dict[str, Any], path: Path) -> None:
         _lines(panels[2], [{**row, "selector": _trained_name(row)} for row in table["trained"]], "mean")
     for axes in panels[::2]:
         axes.axhline(full, color="#000000", linewidth=1.0)
-        axes.annotate(
-            f"full softmax {full:.1f}", (0.02, full), xycoords=("axes fraction", "data"), fontsize=8.5, xytext=(0, 3),
-            textcoords="offset points", path_effects=halo(),
-        )  # fmt: skip
+        place = {"xycoords": ("axes fraction", "data"), "fontsize": 8.5}
+        label(axes, f"full softmax {full:.1f}", (0.02, full), (0, 3), **place)
     save(page, path)
 
 

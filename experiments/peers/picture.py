@@ -8,7 +8,7 @@ from typing import Any
 from experiments.peers.fronts import fronts
 from experiments.peers.registry import ORACLE, OURS, PEERS, PLAIN
 
-from fewkeys.report.style import Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
+from fewkeys.report.style import Look, draw, label, logarithmic, name_lines, save, say, sheet, upright
 
 LOOKS = {
     OURS: Look("#009e73", "-", 3.4, "o"),
@@ -73,10 +73,7 @@ def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     logarithmic(axes, "y", [*(row["error"] for line in lines.values() for row in line), *oracle.values()])
     for kept, error in oracle.items():
         axes.axhline(error, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.6)), zorder=1)
-        axes.annotate(
-            f"{kept}", (0.005, error), xycoords=("axes fraction", "data"), fontsize=8, va="bottom",
-            path_effects=halo(),
-        )  # fmt: skip
+        label(axes, f"{kept}", (0.005, error), (0, 0), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
     name_lines(axes, {name: (line[-1]["ms"], line[-1]["error"]) for name, line in lines.items()}, LOOKS)
     save(figure, path)
 

@@ -80,15 +80,11 @@ def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = Fals
 
 
 def label(axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
-    """Words beside a point, at an offset in points."""
-    axes.annotate(words, at, xytext=offset, textcoords="offset points", zorder=5, path_effects=halo(), **more)
-
-
-def halo() -> list[Any]:
-    """A white outline for text that is drawn over lines."""
+    """Words beside a point, at an offset in points, with a white outline over lines."""
     from matplotlib.patheffects import withStroke
 
-    return [withStroke(linewidth=3, foreground="white")]
+    outline = [withStroke(linewidth=3, foreground="white")]
+    axes.annotate(words, at, xytext=offset, textcoords="offset points", zorder=5, path_effects=outline, **more)
 
 
 def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
