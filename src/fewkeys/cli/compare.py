@@ -73,10 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
             step(number, len(lengths), f"times of whole models at {length:,} tokens")
             timings = time_model(opened.model, timed_plans, length, seconds=SECONDS)
             times += [WholeTime(row.name, row.budget, length, *ms) for row, ms in zip(timed, timings, strict=True)]
-    report = replace(report, whole_times=times)
-    if report.sample is not None:
-        report = replace(report, sample=replace(report.sample, tokens=opened.tokens))
-    report = report.with_settings(text=opened.files)
+    sample = None if report.sample is None else replace(report.sample, tokens=opened.tokens)
+    report = replace(report, whole_times=times, sample=sample).with_settings(text=opened.files)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 

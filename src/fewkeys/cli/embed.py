@@ -107,11 +107,10 @@ def run(arguments: argparse.Namespace) -> None:
     save(out, table, settings)
     finished.remove()
 
-    facts = {name: value for name, value in settings.items() if name != "plan"}
-    facts |= {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
+    facts = settings | {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
     facts |= {"out": str(out), "texts": len(rows), "vectors": list(table["vectors"].shape)}
     facts |= {"tokens": int(table["tokens"].sum()), "error": float(table["error"].mean())}
-    facts |= {"skipped": skipped | left_out, "plan": settings["plan"]}
+    facts["skipped"] = skipped | left_out
     if arguments.json:
         lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
         facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
@@ -158,18 +157,17 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
 
 def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan | ModelPlan:
     """The plan that --plan names, else the one in the model's folder, else the default budget."""
-    from fewkeys import model_plan
-    from fewkeys import plan as plans
     from fewkeys.integrations.interface import attention_modules, is_causal
+    from fewkeys.plan import FILE, MODEL_FILE, budget
 
     folder = arguments.plan or Path(arguments.model)
-    has_plan = any((folder / name).is_file() for name in (plans.FILE, model_plan.FILE))
+    has_plan = any((folder / name).is_file() for name in (FILE, MODEL_FILE))
     if arguments.plan is not None or (has_plan and arguments.slots is None):
         return inputs.open_plan(folder)
     causal = any(map(is_causal, attention_modules(encoder)))
     if arguments.chunk is None or causal:
-        return plans.budget(arguments.slots or SLOTS, is_causal=causal)
-    return plans.budget(arguments.slots or CHUNK_SLOTS, cohorts=CHUNK_COHORTS)
+        return budget(arguments.slots or SLOTS, is_causal=causal)
+    return budget(arguments.slots or CHUNK_SLOTS, cohorts=CHUNK_COHORTS)
 
 
 def _passes(

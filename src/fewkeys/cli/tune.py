@@ -69,11 +69,10 @@ def run(arguments: argparse.Namespace) -> None:
             )
         seen, held_out = sequences[:-count].split(size), sequences[-count:].split(size)
         step(0, 1, "exact attention of every layer")
-        captured = capture(model, seen, gradients=arguments.gradients)
+        captured = replace(capture(model, seen, gradients=arguments.gradients), model_name=opened.name)
         work = arguments.out / WORK
         options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
         plan = tune(captured, **options, directory=work, progress=step)
-        plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
         shown: dict[str, Any] = {"tuned": plan, **{name: rows[name] for name in rows if name not in LEFT_OUT}}
