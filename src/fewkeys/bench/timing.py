@@ -6,10 +6,9 @@ over the turns. The plans run even where `impl="auto"` would not run them.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,11 +107,6 @@ def growth(rows: Sequence[Timing], name: str) -> float | None:
         return None
     first, last = timings[0], timings[-1]
     return math.log(last.ms / last.heads * first.heads / first.ms) / math.log(last.length / first.length)
-
-
-def as_dict(row: Timing) -> dict[str, Any]:
-    """The row as JSON values, numbers to six decimals."""
-    return {name: round(item, 6) if isinstance(item, float) else item for name, item in asdict(row).items()}
 
 
 def _call(x: Inputs, plan: Plan | None) -> Tensor:

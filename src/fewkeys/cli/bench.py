@@ -5,6 +5,7 @@ more lengths) and, with a model, error.png; the pictures also as PDF.
 """
 
 import argparse
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from fewkeys.bench.long_inputs import captured_inputs, random_inputs
     from fewkeys.bench.machine import machine, versions
-    from fewkeys.bench.timing import as_dict, bench, growth
+    from fewkeys.bench.timing import bench, growth
     from fewkeys.judge.standard import standard_plans
 
     options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
         },
         "growth": {name: growth(rows, name) for name in ["exact", *plans]},
-        "rows": [as_dict(row) for row in rows],
+        "rows": [asdict(row) for row in rows],
     }
 
     from fewkeys.report.speed import headline, print_timings, save_error, save_time
