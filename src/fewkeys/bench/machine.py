@@ -10,6 +10,7 @@ import torch
 
 import fewkeys.native as native
 from fewkeys import flow
+from fewkeys.core.metrics import output_error
 from fewkeys.core.version import VERSION
 from fewkeys.native.sets import cpuinfo
 from fewkeys.plan import Plan, budget
@@ -51,8 +52,7 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     smooth = smooth / smooth.std(2, keepdim=True)
     query, key, value = smooth + noise[1], 0.7 * smooth.roll(3, 2) + noise[2], smooth + noise[3]
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=plan.is_causal)
-    output = flow.attention(query, key, value, plan=plan, is_causal=plan.is_causal)
-    return float(((output - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+    return output_error(flow.attention(query, key, value, plan=plan, is_causal=plan.is_causal), exact)
 
 
 def _cpu() -> str:

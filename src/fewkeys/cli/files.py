@@ -54,18 +54,17 @@ def deliver(
 
     Print the JSON under --json, else call `show`.
     """
-    is_written, text, names = bool(name) and arguments.out is not None, "", []
-    if is_written or arguments.json:
-        text = result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
-    if is_written:
 
-        def fill_all(folder: Path) -> None:
-            write_whole(folder / name, text)
-            fill(folder)
+    def text() -> str:
+        return result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
 
-        names = publish(arguments.out, fill_all, last)
+    def fill_all(folder: Path) -> None:
+        write_whole(folder / name, text())
+        fill(folder)
+
+    names = publish(arguments.out, fill_all, last) if name and arguments.out is not None else []
     if arguments.json:
-        print(text, end="")
+        print(text(), end="")
         return
     show()
     if names:

@@ -122,7 +122,7 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
         if files := sorted(path.glob("*.gguf")):
             fault = f"holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
         raise ValueError(f"name_or_dir: {name} {fault}")
-    if name and path.is_file():
+    if path.is_file():
         fault = f"{name} is a file; name its folder"
         if name.endswith(".gguf"):
             fault = f"got a GGUF file, {name}; {_NO_GGUF}"

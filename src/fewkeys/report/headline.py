@@ -25,9 +25,8 @@ def recommended(report: Report) -> Row | None:
     """The row with the fewest slots and an error of at most `SMALL_ERROR`, or else with the least error, among those
     timed at several lengths, or else the best of each budget but controls.
     """
-    timed = {(item.name, item.budget) for item in report.whole_times}
-    rows = [row for row in report.rows if row.kind == "method" and (row.name, row.budget) in timed]
-    if not timed:
+    rows = [row for row in report.rows if row.kind == "method" and report.times_of(row)]
+    if not report.whole_times:
         methods = replace(report, rows=[row for row in report.rows if row.name not in CONTROLS])
         rows = [row for budget in report.settings["budgets"] or [None] if (row := methods.best(budget)) is not None]
     small = [row for row in rows if row.error <= SMALL_ERROR]
