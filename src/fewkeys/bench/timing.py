@@ -1,7 +1,7 @@
 """Time, memory and error of plans and of exact attention at each length.
 
-Exact attention and the plans take turns, so that a machine that slows down slows both. Times and ratios are medians
-over the turns. The plans run even where `impl="auto"` would not run them.
+Exact attention and the plans take turns, so that a machine that slows down slows both. The plans run even where
+`impl="auto"` would not run them.
 """
 
 import math

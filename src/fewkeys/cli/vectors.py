@@ -34,7 +34,6 @@ class TextRows(NamedTuple):
 
     @staticmethod
     def joined(parts: Iterable[TextRows]) -> TextRows:
-        """The rows of all parts, in order."""
         return TextRows(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -56,7 +55,6 @@ class FinishedTexts:
             self.rows.update(_read(path))
 
     def add(self, key: str, rows: TextRows) -> None:
-        """Keep the rows of a text."""
         self.rows[key] = self._new[key] = rows
         if monotonic() - self._written > SECONDS:
             self.write()
@@ -71,7 +69,6 @@ class FinishedTexts:
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -91,7 +88,7 @@ def _read(path: Path) -> dict[str, TextRows]:
 
 
 def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
-    """The columns of the output, from the rows of each file: the paths as a list, the others as tensors."""
+    """The columns of the output: paths as a list, others as tensors."""
     vectors, spans, tokens, error = TextRows.joined(rows.values())
     start, stop = spans.unbind(1)
     paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]

@@ -42,8 +42,7 @@ def capture(
     gradients: bool = False,
     seed: int = 0,
 ) -> Capture:
-    """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
-    output projections.
+    """Run `model` on `batches` and keep query, key, value and output projection of every attention layer on disk.
 
     Args:
         batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them. Models
@@ -256,8 +255,8 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs: the linear layers whose input is the memory that an attention
-    call returned. `matrices` maps layers to weights (out, Hq Dv). Models have no common name for them.
+    """Finds the output projections of `model` as it runs, since models have no common name for them: the linear layers
+    whose input is the memory that an attention call returned. `matrices` maps layers to weights (out, Hq Dv).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -100,8 +100,8 @@ def time_model(
 ) -> list[tuple[int, float, float]]:
     """Time a model of this shape with random weights, on the CPU, on one sequence of `length` tokens without padding.
 
-    For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention,
-    which take turns. After `seconds` no turn begins. The first turn warms up, and does not count if another follows.
+    For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention.
+    After `seconds` no turn begins. The first turn warms up, and does not count if another follows.
     """
     base: Any = base_of(model)
     config = deepcopy(base.config)

@@ -1,8 +1,8 @@
 """Vectors of texts by a SentenceTransformer: one for a whole text, or late chunks, one for each part of it.
 
-Late chunking (Guenther et al., "Late Chunking", 2024, arXiv 2409.04701) reads the text in one pass and pools its token
-embeddings part by part, so that the vector of a part depends on the rest of the text. The encoder's own modules after
-the first (pooling, dense layers, normalisation) run on each part as they would on a text.
+Late chunking (Guenther et al., 2024, arXiv 2409.04701) reads the text in one pass and pools its token embeddings part
+by part, so that the vector of a part depends on the whole text. The encoder's modules after the first (pooling, dense
+layers, normalisation) run on each part as on a text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings of which parts of a text have their own; the others read one token or weigh by position."""
+"""Poolings that parts of a text can have; the others read one token or weigh by position."""
 WATCH = Guard(sys.float_info.max, queries=8)
 """As `max_error` of `fewkeys.apply`, it estimates errors and makes nothing exact."""
 SAMPLE = 64
@@ -67,8 +67,8 @@ def late_chunks(
         encoder: its first module gives token embeddings, and one of the others pools.
         text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones.
         chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, which may
-            overlap or leave gaps; None: one chunk, the whole text, with the vector of `encoder.encode(text)`. A token
-            belongs to every chunk that has a character of it; prompt and special tokens to the chunk beside them.
+            overlap or leave gaps; None: the whole text, with the vector of `encoder.encode(text)`. A token belongs to
+            every chunk that has a character of it; prompt and special tokens to the chunk beside them.
         prompt_name, prompt: as in `encoder.encode`.
 
     `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
@@ -150,7 +150,7 @@ def longest(encoder: SentenceTransformer) -> int | None:
 
 
 def digest(encoder: SentenceTransformer) -> str:
-    """A digest of what vectors depend on: the modules and their settings, the tokenizer, a sample of every weight."""
+    """A digest of what vectors depend on: modules, settings, tokenizer, a sample of every weight."""
     settings = unwrapped(encoder).config.to_json_string(), fast_tokenizer(encoder).backend_tokenizer.to_str()
     hashed = hashlib.sha256(repr((encoder, encoder.truncate_dim, *settings)).encode())
     for name, weight in encoder.state_dict().items():
@@ -160,10 +160,9 @@ def digest(encoder: SentenceTransformer) -> str:
 
 
 def compile_model(encoder: SentenceTransformer) -> None:
-    """Make the encoder's transformer run by `torch.compile`, once for texts of any length.
+    """Compile the encoder's transformer by `torch.compile`, once for texts of any length.
 
-    Its weights are frozen, a setting of the process: only then linear layers are oneDNN's. `ValueError` without a C++
-    compiler.
+    Weights are frozen in the whole process: only then linear layers are oneDNN's. `ValueError` without a C++ compiler.
     """
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -198,7 +197,7 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
 
 
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
-    """The encoder's pooling module. `ValueError` if there is not one, or if `chunks` are parts that it cannot pool."""
+    """The encoder's only pooling module. `ValueError` without one, or for `chunks` that it cannot pool."""
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
@@ -256,7 +255,7 @@ class Places:
 
 
 def fast_tokenizer(encoder: SentenceTransformer) -> Any:
-    """The encoder's tokenizer, if it is one of the `tokenizers` library; else `ValueError`."""
+    """The encoder's tokenizer; `ValueError` unless it is of the `tokenizers` library."""
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(

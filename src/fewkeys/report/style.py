@@ -29,7 +29,6 @@ class Look:
     marker: str = "o"
 
     def options(self) -> dict[str, Any]:
-        """The style in matplotlib's words."""
         line = {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
         return line | {"marker": self.marker, "markersize": 7 if self.width > 3 else 4.5}
 
