@@ -272,7 +272,7 @@ def _kind(facts: Mapping[str, Any]) -> str:
 
 
 def _check(capture: Capture) -> None:
-    """Refuse what is no capture, and models with a distance bias."""
+    """Refuse what is no capture with tokens, and models with a distance bias."""
     check_capture(capture)
     if capture.biased:
         raise ValueError(
