@@ -36,13 +36,13 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
                 f"lengths, heads: expected at most {capture.tokens} tokens (all of the text) and {capture.kv_heads} "
                 f"heads (the model's), got {length} and {heads}; give more text or ask for less"
             )
-        parts: dict[str, list[Tensor]] = {"query": [], "key": [], "value": []}
-        for call in capture.calls(layer):
-            for name, tokens in parts.items():
-                by_head = getattr(call, name).movedim(1, 0)
-                tokens.append(by_head.flatten(1, 2) if call.key_mask is None else by_head[:, call.key_mask])
-        query, key, value = (torch.cat(tokens, 1)[None, :, :length].to(dtype) for tokens in parts.values())
-        query = query[:, : heads * capture.query_heads // capture.kv_heads]
-        return query.contiguous(), key[:, :heads].contiguous(), value[:, :heads].contiguous(), capture.scales[layer]
+
+        def rows(name: str, count: int) -> Tensor:
+            calls = ((getattr(call, name)[:, :count].movedim(1, 0), call.key_mask) for call in capture.calls(layer))
+            tokens = [by_head.flatten(1, 2) if mask is None else by_head[:, mask] for by_head, mask in calls]
+            return torch.cat(tokens, 1)[None, :, :length].to(dtype).contiguous()
+
+        query = rows("query", heads * capture.query_heads // capture.kv_heads)
+        return query, rows("key", heads), rows("value", heads), capture.scales[layer]
 
     return problem

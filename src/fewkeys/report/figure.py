@@ -54,13 +54,12 @@ def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
 def error_figure(report: Report) -> Figure:
     """Mean output error against slots used, both logarithmic."""
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
+    rows = [row for row in report.rows if row.error > LEAST_ERROR and row.slots > 0]
     lines: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(report.rows, key=lambda row: row.slots):
-        if row.error > LEAST_ERROR and row.slots > 0:
-            lines.setdefault(row.name, []).append((row.slots, row.error))
+    for row in sorted(rows, key=lambda row: row.slots):
+        lines.setdefault(row.name, []).append((row.slots, row.error))
     say(axes, "slots per query: keys attended exactly + price of the stand-ins", "mean relative output error")
-    budgets = sorted({float(row.budget) for row in report.rows if row.budget is not None and row.error > LEAST_ERROR})
-    draw_lines(axes, lines, budgets)
+    draw_lines(axes, lines, sorted({float(row.budget) for row in rows if row.budget is not None}))
     return figure
 
 
