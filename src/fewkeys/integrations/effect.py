@@ -111,7 +111,7 @@ def time_model(
     torch.manual_seed(0)
     implementation = "sdpa" if base._supports_sdpa else "eager"  # MPNet has no other
     twin = type(base)._from_config(config, dtype=model.dtype, attn_implementation=implementation).eval()
-    ids = torch.randint(words.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(words.vocab_size, (1, length))
     call = partial(twin, input_ids=ids)
     turns: list[list[float]] = []
     start = perf_counter()
