@@ -15,11 +15,9 @@ from torch import Tensor
 
 from fewkeys.cli.files import publish
 from fewkeys.core import tensor_files
-from fewkeys.core.files import read_json, write_json
-from fewkeys.core.tensor_files import FAULTS, Form
+from fewkeys.core.records import digest
+from fewkeys.core.tensor_files import Form
 
-KIND = "rows of vectors"
-SETTINGS = "settings.json"
 SECONDS = 10.0
 """The most seconds of work that a killed run loses."""
 
@@ -38,21 +36,15 @@ class TextRows(NamedTuple):
 
 
 class FinishedTexts:
-    """The rows of finished texts by digest, in memory and in a folder that is emptied for new `settings`."""
+    """The rows of finished texts by digest, in memory and in the files of a folder. Those of other `settings` go."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self._folder, self._settings = folder, settings
+        self._folder, self._kind = folder, f"rows of vectors by {digest(settings)}"
         self.rows: dict[str, TextRows] = {}
         self._new: dict[str, TextRows] = {}
         self._written = monotonic()
-        try:
-            is_same = read_json(folder, SETTINGS) == settings
-        except ValueError:
-            is_same = False
-        if not is_same:
-            self.remove()
         for path in sorted(folder.glob("*.safetensors")):
-            self.rows.update(_read(path))
+            self.rows.update(_read(path, self._kind))
 
     def add(self, key: str, rows: TextRows) -> None:
         self.rows[key] = self._new[key] = rows
@@ -62,25 +54,26 @@ class FinishedTexts:
     def write(self) -> None:
         """Write the rows of new texts to disk."""
         if self._new:
-            write_json(self._folder, SETTINGS, self._settings)
+            self._folder.mkdir(parents=True, exist_ok=True)
             joined = TextRows.joined(self._new.values())
             counts = {key: len(rows.tokens) for key, rows in self._new.items()}
-            tensor_files.write(self._folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, joined._asdict())
+            path = self._folder / f"{secrets.token_hex(8)}.safetensors"
+            tensor_files.write(path, self._kind, counts, joined._asdict())
         self._new, self._written = {}, monotonic()
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _read(path: Path) -> dict[str, TextRows]:
-    """The rows of texts in a file; none if it is damaged."""
+def _read(path: Path, kind: str) -> dict[str, TextRows]:
+    """The rows of texts in a file; none, and no file, if it is damaged or of another kind."""
     try:
-        counts, tensors = tensor_files.read(path, KIND)
+        counts, tensors = tensor_files.read(path, kind)
         total = sum(counts.values())
         forms = {"spans": Form((total, 2), torch.int64), "tokens": Form((total,), torch.int64)}
         forms |= {"vectors": Form((total, None), torch.float32), "error": Form((total,), torch.float64)}
         tensor_files.check(tensors, forms)
-    except FAULTS:
+    except ValueError:
         path.unlink(missing_ok=True)
         return {}
     parts = {name: tensor.split(list(counts.values())) for name, tensor in tensors.items()}
