@@ -7,7 +7,6 @@ layers, normalisation) run on each part as on a text.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fewkeys.core import records
 from fewkeys.core.validation import check_count
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import need, unwrapped
@@ -152,11 +152,11 @@ def longest(encoder: SentenceTransformer) -> int | None:
 def digest(encoder: SentenceTransformer) -> str:
     """A digest of what vectors depend on: modules, settings, tokenizer, a sample of every weight."""
     settings = unwrapped(encoder).config.to_json_string(), fast_tokenizer(encoder).backend_tokenizer.to_str()
-    hashed = hashlib.sha256(repr((encoder, encoder.truncate_dim, *settings)).encode())
-    for name, weight in encoder.state_dict().items():
-        numbers = weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist()
-        hashed.update(repr((name, weight.dtype, numbers)).encode())
-    return hashed.hexdigest()
+    weights = {
+        name: (weight.dtype, weight.flatten()[:: max(1, weight.numel() // SAMPLE)].tolist())
+        for name, weight in encoder.state_dict().items()
+    }
+    return records.digest(repr((encoder, encoder.truncate_dim, settings, weights)))
 
 
 def compile_model(encoder: SentenceTransformer) -> None:
