@@ -44,7 +44,6 @@ class Timing:
         ms: median of a call, including gradients with `backward`.
         ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
-        tensor_bytes: of query, key, value and output together.
         error: mean relative output error; None for random inputs.
         auto: what `impl="auto"` runs, "plan" or "exact".
     """
@@ -57,7 +56,6 @@ class Timing:
     ratio_low: float
     ratio_high: float
     peak_bytes: int | None
-    tensor_bytes: int
     error: float | None
     auto: str
 
@@ -131,12 +129,10 @@ def _timing(
     name: str, plan: Plan | None, x: Inputs, times: Mapping[str, Sequence[float]], exact: Tensor | None
 ) -> Timing:
     low, ratio, high = quantiles([a / b for a, b in zip(times["exact"], times[name], strict=True)], method="inclusive")
-    entries = x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
     error, peak, auto = (None if exact is None else 0.0), None, "exact"
     if plan is not None:
         with PeakMemory() as memory:
             output = _call(x, plan)
         peak, auto = memory.peak, "exact" if exact_is_faster(x, plan) else "plan"
         error = None if exact is None else output_error(output, exact)
-    size = x.query.element_size() * entries
-    return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, size, error, auto)
+    return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, error, auto)
