@@ -102,8 +102,7 @@ def quiet() -> Iterator[None]:
         restore.callback(hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars)
         if transformers_logs.is_progress_bar_enabled():
             restore.callback(transformers_logs.enable_progress_bar)
-            transformers_logs.disable_progress_bar()
-        hub.disable_progress_bars()
+        transformers_logs.disable_progress_bar()
         yield
 
 
