@@ -37,12 +37,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = [self, *(choices[word] for choices in commands for word in self._words if word in choices)]
-        options = [name for parser in parsers for name in parser._option_string_actions if name.startswith("--")]
+        options = [name for name in self._option_string_actions if name.startswith("--")]
         for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
             if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
                 message = f"unknown option {name}; did you mean {near[0]}?"
