@@ -31,7 +31,6 @@ def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str
     """Let `fill` write files beside `out`, then move them into `out`, `last` at the end. Returns their names."""
     staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
     try:
-        staged.chmod(0o755)
         fill(staged)
         names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == last, name))
         out.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
     """Draw the slots of each head and the error of each layer, as PNG and PDF."""
     parts = [[_parts(head) for head in heads] for heads in plan]
     flat = [head for heads in parts for head in heads]
-    mean = plan.record.get("slots", sum(map(sum, flat)) / len(flat))
+    mean = plan.record["slots"]
     heading = f"Slots of each head, {mean:.0f} on average, and the error of each layer"
     figure, (slots, errors) = sheet(heading, report.model, columns=2, size=(7.6, 4.65), names=2.45)
 
