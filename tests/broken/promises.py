@@ -202,8 +202,8 @@ PROMISES = (
     Breakage(
         "every file is checked: the checksum leaves out the facts",
         "core/tensor_files.py",
-        "digest = hashlib.sha256(kind.encode())",
-        "digest = hashlib.sha256(kind[:6].encode())",
+        "content = hashlib.sha256(kind.encode())",
+        "content = hashlib.sha256(kind[:6].encode())",
         (Law("parts/test_loaders", "under_its_checksum"),),
     ),
     Breakage(
