@@ -62,8 +62,8 @@ PROMISES = (
     Breakage(
         "masks of models: padding alone has no window",
         "integrations/masks.py",
-        "torch.where(real, mask, -mask)",
-        "mask * real",
+        "torch.where(mask, window, -window)",
+        "torch.where(mask, window, 0)",
         (Law("integrations/test_windows", "padding_alone"),),
     ),
     Breakage(

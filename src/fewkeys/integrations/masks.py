@@ -44,8 +44,8 @@ class Keys(NamedTuple):
         if self.is_causal:
             seen = seen.tril(offset)
         if self.window is not None:
-            before, after = (self.window - 1, 0) if self.is_causal else (self.window // 2, (self.window - 1) // 2)
-            seen = seen.triu(offset - before).tril(offset + after)
+            before = self.window - 1 if self.is_causal else self.window // 2
+            seen = seen.triu(offset - before).tril(offset - before + self.window - 1)
         return seen[None, None] if self.real is None else seen & self.real[:, None, None, :]
 
 
@@ -118,9 +118,9 @@ def key_mask(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
-    mask = whole_mask(window, (batch_size, kv_length), device)
+    real = None
     if attention_mask is not None:
-        real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool()
+        real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool().contiguous()
         if real.shape[1] < kv_length:
             if isinstance(kv_length, Length):
                 raise ValueError(
@@ -128,10 +128,10 @@ def key_mask(
                     f"cache, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache before it"
                 )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
-        if not bool(real.all()):
-            mask = padded_mask(mask, real)
+        real = None if bool(real.all()) else real
     if kv_offset and isinstance(kv_length, Length) and len(held := kv_length.held()) == batch_size:
         _check_past(held, attention_mask)  # the stream refuses another batch
+    mask = entries(real, window, (batch_size, kv_length), device)
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
@@ -148,15 +148,10 @@ def _check_past(held: Tensor, given: Tensor | None) -> None:
         )
 
 
-def whole_mask(window: int | None, shape: tuple[int, int], device: torch.device | None) -> Tensor:
-    """The entries (B, Nk) of a mask without padding: one number, expanded."""
-    size, dtype = (1, torch.bool) if window is None else (window, torch.int32)
-    return torch.full((), size, dtype=dtype, device=device).expand(shape)
-
-
-def padded_mask(mask: Tensor, real: Tensor) -> Tensor:
-    """A mask without padding, now with it: `real` (B, Nk) is False there."""
-    return mask & real if mask.dtype == torch.bool else torch.where(real, mask, -mask)
+def entries(real: Tensor | None, window: int | None, shape: tuple[int, int], device: torch.device | None) -> Tensor:
+    """The entries (B, Nk) of a mask. real: the real keys; None: all, hence one number, expanded."""
+    mask = torch.ones((), dtype=torch.bool, device=device) if real is None else real
+    return (mask if window is None else torch.where(mask, window, -window).int()).expand(shape)
 
 
 def _pattern(
@@ -200,9 +195,9 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
     It is stored with a mask of ours, which all layers share.
     """
-    if not isinstance(mask, KeyMask):
-        return _read(module, mask, shape)
-    stored: dict[tuple[int, int], Keys] = vars(mask).setdefault("_fewkeys_keys", {})
+    stored: dict[tuple[int, int], Keys] = {}
+    if isinstance(mask, KeyMask):
+        stored = vars(mask).setdefault("_fewkeys_keys", stored)
     if shape not in stored:
         stored[shape] = _read(module, mask, shape)
     return stored[shape]

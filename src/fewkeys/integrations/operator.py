@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fewkeys.core.precision import autocast_is_on
 from fewkeys.integrations.answers import attached, plan_stack
-from fewkeys.integrations.masks import DTYPES, KeyMask, padded_mask, whole_mask
+from fewkeys.integrations.masks import DTYPES, KeyMask, entries
 
 Output = tuple[Tensor, Tensor | None]
 Attend = Callable[..., Output]
@@ -52,10 +52,8 @@ def mask_of_keys(
         if local_size is None or allow_is_bidirectional_skip is None or use_vmap:
             return None
         window = 2 * local_size + 1
-    mask = whole_mask(window, shape, device)
-    if attention_mask is not None:
-        mask = padded_mask(mask, attention_mask.bool())
-    return mask[:, None, None, :]
+    real = None if attention_mask is None else attention_mask.bool()
+    return entries(real, window, shape, device)[:, None, None, :]
 
 
 def _needs_break() -> bool:
