@@ -108,18 +108,18 @@ class ByPlan:
     guards: tuple[Guard, ...]
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None:
-        plan = self.plans[layer]
-        if plan is None and inputs.window is None:
+        plan, guard = self.plans[layer], self.guards[layer] if self.guards else None
+        if inputs.window is not None:
+            plan, guard = Plan(Window(inputs.window), exact_if_faster=True), None
+        if plan is None:
             raise ValueError(
                 f"plan: expected a sliding window in layer {layer}, got a call without; pass a plan for every layer"
             )
-        guard = self.guards[layer] if self.guards and inputs.window is None else None
         if plain(inputs) and window_has_gaps(inputs):
             return None
         if guard is None and plain(inputs):  # `attention` counts calls with a guard
-            fast_plan = plan if inputs.window is None else Plan(Window(inputs.window), exact_if_faster=True)
             rows = (inputs.query, inputs.key, inputs.value)
-            if fast_plan is not None and gives_way(fast_plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
+            if gives_way(plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
                 return None
         return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
 
