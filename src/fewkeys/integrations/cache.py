@@ -7,6 +7,7 @@ the new keys, and has put its stream into `answers.streams`, where the attention
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -49,13 +50,13 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
     from fewkeys.integrations.stream_cache import StreamCache
 
     _check_layers(model, modules)
-    layers = []
+    plans: list[Sequence[Plan]] = []
     for module, layer_plan in zip(modules, plans_per_layer(plan, modules), strict=True):
         window = layer_window(module)
-        stream_plan = Plan(Window(window)) if window is not None else cast("LayerPlan", layer_plan)
-        layers.append(((stream_plan,) if isinstance(stream_plan, Plan) else tuple(stream_plan), window))
-    check_leaves(leaves, (head_plan for head_plans, _ in layers for head_plan in head_plans))
-    return StreamCache(model, layers, leaves or "int8")
+        layer_plan = Plan(Window(window)) if window is not None else cast("LayerPlan", layer_plan)
+        plans.append((layer_plan,) if isinstance(layer_plan, Plan) else tuple(layer_plan))
+    check_leaves(leaves, chain(*plans))
+    return StreamCache(model, plans, leaves or "int8")
 
 
 def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:

@@ -19,6 +19,7 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.gaps import has_interior_padding
 from fewkeys.integrations import interface
 from fewkeys.integrations.answers import Length, streams
+from fewkeys.integrations.masks import layer_window
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import gaps_error, plain
 from fewkeys.memory import Stream, files
@@ -58,7 +59,6 @@ class StreamLayer(CacheLayerMixin):
         self._config, self._before = weakref.ref(config), before
 
     def new_stream(self) -> Stream:
-        """An empty stream."""
         return Stream(self.plans, leaves=self.leaves if any(plan.scanned for plan in self.plans) else None, undo=DRAFT)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -142,17 +142,15 @@ class StreamLayer(CacheLayerMixin):
 
 
 class StreamCache(Cache):
-    """One stream per layer; made by `fewkeys.cache`. plans: those of each layer, and its window."""
+    """One stream per layer; made by `fewkeys.cache`. plans: those of each layer."""
 
     layers: list[StreamLayer]  # type: ignore[assignment]
 
-    def __init__(
-        self, model: PreTrainedModel, plans: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], leaves: LeafType) -> None:
         layers: list[StreamLayer] = []
-        for (layer_plans, window), module in zip(plans, interface.attention_modules(model), strict=True):
-            config = getattr(module, "config", model.config)
-            layers.append(StreamLayer(layer_plans, window, leaves, config, layers[-1] if layers else None))
+        for layer_plans, module in zip(plans, interface.attention_modules(model), strict=True):
+            config, before = getattr(module, "config", model.config), layers[-1] if layers else None
+            layers.append(StreamLayer(layer_plans, layer_window(module), leaves, config, before))
         super().__init__(layers=[*layers])
         self._model, self._kind = weakref.ref(model), f"cache of {len(layers)} layers"
         leave = ExitStack()
@@ -209,7 +207,6 @@ class StreamCache(Cache):
                 stream.crop(length)
 
     def memory(self) -> int:
-        """The bytes held."""
         return sum(stream.memory() for stream in self._streams)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -242,7 +239,7 @@ class StreamCache(Cache):
         model = self._model()
         if model is None:
             raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
-        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self.layers], self.layers[0].leaves)
+        twin = StreamCache(model, [layer.plans for layer in self.layers], self.layers[0].leaves)
         for new, layer in zip(twin.layers, self.layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin

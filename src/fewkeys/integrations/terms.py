@@ -116,9 +116,9 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
         plan = Plan(Window(inputs.window))
-    if plan is None or isinstance(plan, Plan):
-        return _plan_in_terms(inputs, plan or Plan())
-    return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+    if isinstance(plan, Sequence):
+        return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+    return _plan_in_terms(inputs, plan or Plan())
 
 
 def window_has_gaps(inputs: AttentionInputs) -> bool:
