@@ -60,29 +60,24 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
 
 
 def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
-    if not all(map(interface.is_causal, modules)):
-        raise ValueError(
-            f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
-        )
     config: Any = model.config.get_text_config(decoder=True)
-    layers = config.num_hidden_layers
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
-        raise ValueError("model: expected a decoder-only model in which every layer has its own keys")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
-            "no stream can read; use fewkeys.apply and the model's own cache"
-        )
-    if crossed := [layer for layer in getattr(config, "cross_attention_layers", None) or () if layer < layers]:
-        raise ValueError(
-            f"model: expected layers that attend to the tokens before, got cross-attention in layer {crossed[0]}; use "
-            "fewkeys.apply and the model's own cache"
-        )
-    if len(modules) != layers:
-        raise ValueError(
-            f"model: expected one attention module for each of {layers} layers, got {len(modules)}; use fewkeys.apply "
-            "and the model's own cache"
-        )
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in ("full_attention", *SLIDING):
-            raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
+    layers, kinds = getattr(config, "num_hidden_layers", 0), getattr(config, "layer_types", None) or ()
+    is_shared = getattr(config, "kv_sharing_modes", None) is not None
+    crossed = [layer for layer in getattr(config, "cross_attention_layers", None) or () if layer < layers]
+    others = [f"{kind!r} in layer {i}" for i, kind in enumerate(kinds) if kind not in ("full_attention", *SLIDING)]
+    fault = None
+    if not all(map(interface.is_causal, modules)):
+        fault = f"expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
+    elif getattr(config, "is_encoder_decoder", False) or is_shared:
+        fault = "expected a decoder-only model in which every layer has its own keys"
+    elif getattr(config, "kv_lora_rank", None) is not None:
+        latent = "latent keys (multi-head latent attention), which no stream can read"
+        fault = f"by its {type(config).__name__}, its cache holds {latent}"
+    elif crossed:
+        fault = f"expected layers that attend to the tokens before, got cross-attention in layer {crossed[0]}"
+    elif len(modules) != layers:
+        fault = f"expected one attention module for each of {layers} layers, got {len(modules)}"
+    elif others:
+        fault = f"expected layers of full or sliding attention, got {others[0]}"
+    if fault is not None:
+        raise ValueError(f"model: {fault}; use fewkeys.apply and the model's own cache")
