@@ -33,30 +33,22 @@ DRAFT = 24
 class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`.
 
-    plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. before: the layer
-    before. `calls`: a stream for each attention call with the same keys (DiffLlama makes two).
+    plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. `calls`: a stream
+    for each attention call with the same keys (DiffLlama makes two).
     """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        window: int | None,
-        leaves: LeafType,
-        config: PreTrainedConfig,
-        before: StreamLayer | None,
-    ) -> None:
+    def __init__(self, plans: Sequence[Plan], window: int | None, leaves: LeafType, config: PreTrainedConfig) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans, self.window, self.leaves = plans, window, leaves
         self.calls = [self.new_stream()]
         self.is_waiting = False
         """Whether tokens came whose attention has not been computed."""
-        self.closed = False
+        self.config = weakref.ref(config)
         self._length, self._answered = 0, 0
-        self._config, self._before = weakref.ref(config), before
 
     def new_stream(self) -> Stream:
         return Stream(self.plans, leaves=self.leaves if any(plan.scanned for plan in self.plans) else None, undo=DRAFT)
@@ -66,17 +58,6 @@ class StreamLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values alone."""
-        config = self._config()
-        if self.closed or config is None or config._attn_implementation != NAME:
-            raise ValueError(
-                "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
-                "attention implementation set since; make another"
-            )
-        if self.is_waiting or (self._before is not None and self._before.is_waiting):
-            raise ValueError(
-                "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
-                "with the model it was made for"
-            )
         self.is_waiting = True
         self._length, self._answered = self.get_seq_length(), 0
         streams[key_states] = self.attend
@@ -149,8 +130,8 @@ class StreamCache(Cache):
     def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], leaves: LeafType) -> None:
         layers: list[StreamLayer] = []
         for layer_plans, module in zip(plans, interface.attention_modules(model), strict=True):
-            config, before = getattr(module, "config", model.config), layers[-1] if layers else None
-            layers.append(StreamLayer(layer_plans, layer_window(module), leaves, config, before))
+            config = getattr(module, "config", model.config)
+            layers.append(StreamLayer(layer_plans, layer_window(module), leaves, config))
         super().__init__(layers=[*layers])
         self._model, self._kind = weakref.ref(model), f"cache of {len(layers)} layers"
         leave = ExitStack()
@@ -164,8 +145,6 @@ class StreamCache(Cache):
 
     def close(self) -> None:
         """Restore the model's own attention; the cache cannot be used any more."""
-        for layer in self.layers:
-            layer.closed = True
         self._attached()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -179,6 +158,18 @@ class StreamCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == 0:  # of a model that has made no mask
             self._check_lengths()
+        layer, before = self.layers[layer_idx], self.layers[layer_idx - 1]
+        config = layer.config()
+        if not self._attached.alive or config is None or config._attn_implementation != NAME:
+            raise ValueError(
+                "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
+                "attention implementation set since; make another"
+            )
+        if layer.is_waiting or before.is_waiting:
+            raise ValueError(
+                "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
+                "with the model it was made for"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_lengths(self) -> None:
