@@ -33,14 +33,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     """Every configuration in `model` that names an attention implementation, each once."""
     from transformers import PreTrainedModel
 
-    configs: dict[int, Any] = {}
-
-    def add(config: Any) -> None:
-        configs.setdefault(id(config), config)
-        for name in config.sub_configs:
-            if (inner := getattr(config, name, None)) is not None:
-                add(inner)
-
+    configs: list[Any] = []
     parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
     for part in parts.values():  # the outermost of each configuration
         if not part._can_set_attn_implementation() and not any(map(is_mpnet, part.modules())):
@@ -48,8 +41,10 @@ def configs_of(model: nn.Module) -> list[Any]:
                 f"model: {type(part).__name__} does not let its attention implementation be set, so its attention "
                 "cannot be replaced"
             )
-        add(part.config)
-    return list(configs.values())
+        configs.append(part.config)
+    for config in configs:  # the list grows
+        configs += [inner for name in config.sub_configs if (inner := getattr(config, name, None)) is not None]
+    return list({id(config): config for config in configs}.values())
 
 
 def hold(configs: list[Any], holder: Scope | None) -> None:

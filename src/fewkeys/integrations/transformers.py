@@ -132,20 +132,18 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
     if isinstance(plan, Mapping):
         if set(plan) != set(range(layers)):
             raise ValueError(f"plan: expected one plan for each layer 0 to {layers - 1}, got layers {sorted(plan)}")
-        plans = [plan[layer] for layer in range(layers)]
-    elif isinstance(plan, Sequence):
-        plans = list(plan)
-    else:
+        plan = [plan[layer] for layer in range(layers)]
+    if not isinstance(plan, Sequence):
         raise TypeError(f"plan: expected a Plan, or one per layer, got {type(plan).__name__}")
-    for layer, layer_plan in enumerate(plans):
+    for layer, layer_plan in enumerate(plan):
         for head_plan in layer_plan if isinstance(layer_plan, Sequence) else (layer_plan,):
             if not isinstance(head_plan, Plan):
                 raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(head_plan).__name__}")
     no_window = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
-    if len(plans) not in (layers, len(no_window)):
+    if len(plan) not in (layers, len(no_window)):
         also = "" if len(no_window) == layers else f", or of the {len(no_window)} that see every key"
-        raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plans)}")
-    plan_of = dict(zip(no_window if len(plans) < layers else range(layers), plans, strict=True))
+        raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plan)}")
+    plan_of = dict(zip(no_window if len(plan) < layers else range(layers), plan, strict=True))
     return [plan_of.get(layer) for layer in range(layers)]
 
 
