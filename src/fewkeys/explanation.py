@@ -5,7 +5,7 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
-import fewkeys.flow as flow
+from fewkeys import flow
 from fewkeys.core.clock import in_words
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options

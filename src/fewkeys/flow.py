@@ -192,6 +192,6 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 def check_plan(plan: object) -> None:
     """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
-    for part in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
+    for part in plan if isinstance(plan, Sequence) else (plan,):
         if not isinstance(part, Plan):
             raise TypeError(f"plan: expected a fewkeys.Plan, got {type(part).__name__}; budget(slots) makes one")

@@ -1,8 +1,7 @@
-"""How transformers calls this package: the attention function and the mask function of a model.
+"""The attention function and the mask function that transformers finds by our name in its registries.
 
-transformers looks both up in registries, by one name. With an attention function alone, a model would silently ignore
-its padding. Without an active plan and without a cache of ours, the model's own functions answer. No global object
-refers to a model, so its entries are freed with it.
+With an attention function alone, a model would silently ignore its padding. Without an active plan and without a cache
+of ours, the model's own functions answer. No global object refers to a model, so its entries are freed with it.
 """
 
 from __future__ import annotations
@@ -201,7 +200,6 @@ _OWN = "_fewkeys_own"
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
-    """The mask function that transformers calls."""
     if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 

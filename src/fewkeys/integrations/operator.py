@@ -101,7 +101,7 @@ def register(attend: Attend) -> None:
         return attend(module, query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
-    def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, owner: int) -> Tensor:
+    def _(query: Tensor, key: Tensor, value: Tensor, *unread: object) -> Tensor:
         if torch.compiler.is_exporting():
             raise ValueError(
                 "model: expected one without a plan, got torch.export, whose graph would outlive the plan; compile by "

@@ -107,7 +107,6 @@ def _check_model(
         calls.clear()
     if count == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
-    checked = [checks[place] for place in sorted(checks) if checks[place]]
-    if not checked:
+    if not checks:
         raise ValueError("model: expected layers that see every key, got only sliding windows, which every plan keeps")
-    return overall(checked, confidence)
+    return overall([checks[place] for place in sorted(checks)], confidence)
