@@ -1,6 +1,6 @@
 """What `fewkeys.attention` does with a call, and why."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Unpack
 
 from torch import Tensor
@@ -59,25 +59,24 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
-    explanation = _of_choice(choice)
-    parts = [] if choice.is_exact else flow.canonicalise(choice)[0]
-    if not parts:  # exact attention, or padding alone
-        return explanation
-    executor, uncompiled = dispatch.choose(prepare(parts[0], choice.plan))
-    kernels = instruction_set() if executor == "native" else None
-    return replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
+    reason = _reason(choice)
+    if choice.is_exact:
+        return Explanation("exact", *reason)
+    parts, _ = flow.canonicalise(choice)
+    executor, uncompiled = dispatch.choose(prepare(parts[0], plan)) if parts else (None, None)  # none: all is padding
+    return Explanation("plan", *reason, executor, uncompiled, instruction_set() if executor == "native" else None)
 
 
-def _of_choice(choice: flow.Choice) -> Explanation:
-    runs: Literal["exact", "plan"] = "exact" if choice.is_exact else "plan"
-    if choice.reason != flow.FASTER:
-        return Explanation(runs, choice.reason)
+def _reason(choice: flow.Choice) -> tuple[str, float | None, float | None]:
+    """In words, and the expected milliseconds of exact attention and of the plan."""
     x, plan = choice.inputs, choice.plan
+    if choice.reason != flow.FASTER:
+        return choice.reason, None, None
     if goes_by_block(x, plan):
-        return Explanation(runs, "the plan goes block by block, for which a GPU has no kernels; never_exact() runs it")
+        return "the plan goes block by block, for which a GPU has no kernels; never_exact() runs it", None, None
     times = expected(x, plan)
     if times is None:
         operations = f"{plan_operations(x, plan):.0f} operations per query against {exact_operations(x):.0f}"
-        return Explanation(runs, f"{operations} of exact attention")
+        return f"{operations} of exact attention", None, None
     ms = f"about {in_words(times.plan)} for the plan, {in_words(times.exact)} for exact attention"
-    return Explanation(runs, f"{ms}, by what this machine was measured to do", times.exact, times.plan)
+    return f"{ms}, by what this machine was measured to do", times.exact, times.plan

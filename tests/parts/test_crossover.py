@@ -230,7 +230,7 @@ def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypa
     }
     assert [*by_plan.values()] == [True, False, False]
     choice = flow.Choice(Inputs(query, key, value, 1.0, True, 0), fk.budget(64, is_causal=True), True, flow.FASTER)
-    assert "a GPU has no kernels" in str(explanation._of_choice(choice))
+    assert "a GPU has no kernels" in explanation._reason(choice)[0]
     here, there = (
         crossover.Setting(torch.device(kind), torch.float32, 2, 2, 8, 8, 1, "none") for kind in ("cpu", "meta")
     )
