@@ -163,7 +163,7 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     mask, (batch, _, queries, _), keys = None, inputs.query.shape, inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
         content = Keys(inputs.key_mask, inputs.is_causal, inputs.window)
-        mask = content.seen(queries, keys, inputs.query_offset, inputs.key.device).expand(batch, 1, queries, keys)
+        mask = content.seen(queries, inputs.key).expand(batch, 1, queries, keys)
     options = {"scaling": inputs.scale, "is_causal": inputs.is_causal}
     return _sdpa()(module, inputs.query, inputs.key, inputs.value, mask, **options)[0].transpose(1, 2)
 

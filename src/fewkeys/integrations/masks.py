@@ -36,16 +36,18 @@ class Keys(NamedTuple):
     is_causal: bool
     window: int | None
 
-    def seen(self, queries: int, keys: int, offset: int, device: torch.device) -> Tensor:
-        """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
+    def seen(self, queries: int, key: Tensor) -> Tensor:
+        """Which of the keys (B, H, Nk, D) each query sees, (B or 1, 1, Nq, Nk). Causal queries are the last ones."""
+        keys = key.shape[2]
         if self.real is not None and not self.is_causal and self.window is None:
             return self.real[:, None, None, :].expand(-1, 1, queries, keys)
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
-        if self.is_causal:
-            seen = seen.tril(offset)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=key.device)
+        offset = keys - queries if self.is_causal else 0
         if self.window is not None:
-            before = self.window - 1 if self.is_causal else self.window // 2
-            seen = seen.triu(offset - before).tril(offset - before + self.window - 1)
+            first = offset - (self.window - 1 if self.is_causal else self.window // 2)
+            seen = seen.triu(first).tril(first + self.window - 1)
+        elif self.is_causal:
+            seen = seen.tril(offset)
         return seen[None, None] if self.real is None else seen & self.real[:, None, None, :]
 
 
@@ -63,10 +65,11 @@ class KeyMask(Tensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         operation = name.strip("_")  # add_ and __add__ are "add"
         if name == "scaled_dot_product_attention":
-            return func(*args, **kwargs | {"attn_mask": _seen(kwargs["attn_mask"], args[0].shape[2], args[1])})
+            seen = _decoded(kwargs["attn_mask"]).seen(args[0].shape[2], args[1])
+            return func(*args, **kwargs | {"attn_mask": seen})
         if operation in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
-            seen = _seen(mask, scores.shape[2], scores.mT)
+            seen = _decoded(mask).seen(scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         if operation not in _COMPUTING:
             with suppress(IndexError):  # more axes than it has
@@ -80,12 +83,6 @@ class KeyMask(Tensor):
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
         )
-
-
-def _seen(mask: Tensor, queries: int, key: Tensor) -> Tensor:
-    """What our mask means for so many queries, the last ones of `key` (B, H, Nk, D)."""
-    content, keys = _decoded(mask.as_subclass(Tensor)), key.shape[2]
-    return content.seen(queries, keys, keys - queries if content.is_causal else 0, key.device)
 
 
 _ADDING = {"add", "radd", "iadd"}
@@ -222,6 +219,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 def _decoded(mask: Tensor) -> Keys:
     """The content of a mask of the module docstring."""
+    mask = mask.as_subclass(Tensor)
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window, real = None if mask.dtype == torch.bool else int(rows.abs().max()), rows > 0
     # A decoded token has no strides that tell.
