@@ -90,8 +90,8 @@ PROMISES = (
     Breakage(
         "within the stated multiple: the first order is taken back without bounds",
         "rest/cohort_means.py",
-        "within_reach(reference @ left, bounds) @ right",
-        "(reference @ left) @ right",
+        "value_shift(reference, left, right, bounds)",
+        "value_shift(reference, left, right, None)",
         (Law("parts/test_bounded", "stated_multiple and torch"), Law("parts/test_bounded", "holds_of_anything")),
     ),
     Breakage(

@@ -17,7 +17,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, RangeStandIns, StandIns, within_reach
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, RangeStandIns, StandIns, value_shift
 
 
 def unsupported(problem: Problem) -> None:
@@ -46,13 +46,13 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     if s is None:
         (weight,) = kernel([scores])
         return (weight @ value) / positive(weight.sum(-1, keepdim=True))
-    extra, multiplicity, mean, moved = _columns(problem, s, _Rows(start, stop, query, kept, bias))
+    extra, multiplicity, mean, shift = _columns(problem, s, _Rows(start, stop, query, kept, bias))
     weight, weight_extra = kernel([scores, extra.masked_fill(multiplicity <= 0, -torch.inf)])
     weight_extra = weight_extra * multiplicity
     total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
     mixed = weight_extra @ mean if mean.ndim == 4 else (weight_extra.unsqueeze(-2) @ mean).squeeze(-2)
-    if moved is not None:
-        mixed = mixed[..., :-1] + mixed[..., -1:] * moved
+    if shift is not None:
+        mixed = mixed[..., :-1] + mixed[..., -1:] * shift
     return (weight @ value + mixed) / positive(total)
 
 
@@ -84,27 +84,22 @@ def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
 
 def _shared(x: Inputs, stand_ins: StandIns, rows: _Rows) -> _Columns:
     """Stand-ins for all queries of a key head."""
-    query, kept, s = rows.query, rows.kept, stand_ins
-    scores, member = query @ _by_query_head(x, s.key).mT, _by_query_head(x, s.member)
+    query, kept, s = rows.query, rows.kept, stand_ins.changed(lambda part: _by_query_head(x, part))
+    scores = query @ s.key.mT
     if s.bias is not None:
-        scores = scores + _by_query_head(x, s.bias).unsqueeze(-2)
+        scores = scores + s.bias.unsqueeze(-2)
     if s.curvature is not None:
-        scores = scores + 0.5 * ((query @ _by_query_head(x, s.curvature)) * query).sum(-1, keepdim=True)
+        scores = scores + 0.5 * ((query @ s.curvature) * query).sum(-1, keepdim=True)
     if x.bias is not None and rows.bias is not None:
         largest = x.bias.largest[:, None, None]
-        mass = ((~kept) * (rows.bias - largest).exp()) @ member
+        mass = ((~kept) * (rows.bias - largest).exp()) @ s.member
         scores, multiplicity = scores + largest + logarithm(mass), (mass > 0).to(mass.dtype)
     else:
-        multiplicity = (~kept).to(query.dtype) @ member
-    value = _by_query_head(x, s.value)
+        multiplicity = (~kept).to(query.dtype) @ s.member
     if s.left is None or s.factor is None:
-        return scores, multiplicity, value, None
-    moved = query @ _by_query_head(x, s.left)
-    if s.bounds is not None:
-        moved = within_reach(moved, _by_query_head(x, s.bounds))
-    if s.right is not None:
-        moved = moved @ _by_query_head(x, s.right)
-    return scores, multiplicity, torch.cat([value, _by_query_head(x, s.factor).unsqueeze(-1)], -1), moved
+        return scores, multiplicity, s.value, None
+    value = torch.cat([s.value, s.factor.unsqueeze(-1)], -1)
+    return scores, multiplicity, value, value_shift(query, s.left, s.right, s.bounds)
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
@@ -154,14 +149,13 @@ def _of_cohorts(problem: Problem, stand_ins: CohortStandIns, rows: _Rows) -> _Co
     multiplicity, value = (cohort >= 0).to(scores.dtype).unsqueeze(-1), of_queries(s.value)
     if s.left is None or s.right is None or s.factor is None or s.bounds is None:
         return scores, multiplicity, value, None
-    along = within_reach(rows.query.unsqueeze(-2) @ of_queries(s.left), of_queries(s.bounds))
-    moved = (along @ of_queries(s.right)).squeeze(-2)
-    return scores, multiplicity, torch.cat([value, of_queries(s.factor).unsqueeze(-1)], -1), moved
+    shift = value_shift(rows.query.unsqueeze(-2), *map(of_queries, (s.left, s.right, s.bounds))).squeeze(-2)
+    return scores, multiplicity, torch.cat([value, of_queries(s.factor).unsqueeze(-1)], -1), shift
 
 
 def _by_query_head(x: Inputs, tensor: Tensor) -> Tensor:
-    """(B, Hkv, ...) -> (B, Hq, ...), in working precision."""
-    return working(tensor).repeat_interleave(x.gqa_ratio, 1)
+    """(B, Hkv, ...) -> (B, Hq, ...), numbers in working precision."""
+    return (working(tensor) if tensor.is_floating_point() else tensor).repeat_interleave(x.gqa_ratio, 1)
 
 
 def _products(query: Tensor, key: Tensor) -> Tensor:

@@ -255,10 +255,13 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     return (graph.hidden == 0).to(dtype)
 
 
-def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
-    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: `q left`.
+def value_shift(query: Tensor, left: Tensor, right: Tensor | None, bounds: Tensor | None) -> Tensor:
+    """`u_i right` (..., M, Dv) of `StandIns` for queries (..., M, D): the first-order term before the factors.
 
-    It has the size of the values, whatever the scores: no precision is lost by cancellation.
+    u has the size of the values, whatever the scores: no precision is lost by cancellation.
     """
-    middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
-    return (along - middle).clamp(-reach, reach)
+    along = query @ left
+    if bounds is not None:
+        middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
+        along = (along - middle).clamp(-reach, reach)
+    return along if right is None else along @ right

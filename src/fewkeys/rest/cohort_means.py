@@ -8,7 +8,7 @@ from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.native.tensors import wants_gradient
-from fewkeys.rest.base import CohortStandIns, within_reach
+from fewkeys.rest.base import CohortStandIns, value_shift
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
@@ -77,7 +77,7 @@ def first_order(
     with constants():
         around = middle @ left
         bounds = torch.cat([around, (REACH / unit).expand_as(around)], -2)
-    return left, right, bounds, within_reach(reference @ left, bounds) @ right
+    return left, right, bounds, value_shift(reference, left, right, bounds)
 
 
 def spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:

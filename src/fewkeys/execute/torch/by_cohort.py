@@ -22,7 +22,7 @@ from fewkeys.core.weights import positive
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
-from fewkeys.rest.base import CohortStandIns, within_reach
+from fewkeys.rest.base import CohortStandIns, value_shift
 
 
 def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
         scores.append(take(near.scores, place))
     if isinstance(s, CohortStandIns):
         represented = s.size.unsqueeze(3)
-        extra = query @ working(s.key).mT + s.bias.unsqueeze(3)
+        extra = query @ s.key.mT + s.bias.unsqueeze(3)
         if biases is not None:
             represented, extra = biases.mass(s), extra + biases.largest
         elif near is not None:
@@ -86,10 +86,10 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
     total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
     mixed = weights[0] @ list_value
     if isinstance(s, CohortStandIns):
-        mixed = mixed + weights[-1] @ working(s.value)
-        if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
-            along = within_reach(query @ working(s.left), s.bounds)
-            mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * (along @ s.right)
+        mixed = mixed + weights[-1] @ s.value
+        if s.left is not None and s.factor is not None:
+            shift = value_shift(query, s.left, s.right, s.bounds)
+            mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * shift
     if near is None:
         output = _in_order(x, places, mixed / positive(total))
     else:

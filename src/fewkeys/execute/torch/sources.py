@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -20,7 +20,7 @@ from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import stretch
-from fewkeys.rest.base import BlockStandIns, StandIns, within_reach
+from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,18 +249,12 @@ class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
     def __init__(self, stand_ins: StandIns, near: Sequence[Kept]) -> None:
-        def by_head(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else working(tensor).flatten(0, 1)
-
-        s = stand_ins
-        self.key, self.value = working(s.key).flatten(0, 1), working(s.value).flatten(0, 1)
-        self.bias, self.curvature, self.bounds = by_head(s.bias), by_head(s.curvature), by_head(s.bounds)
-        self.left, self.right, factor = by_head(s.left), by_head(s.right), by_head(s.factor)
-        if factor is not None:
+        s = stand_ins.changed(lambda part: (working(part) if part.is_floating_point() else part).flatten(0, 1))
+        if s.factor is not None:
             # The factors are one more column of the values.
-            self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
-        self.total = s.total.flatten(0, 1).unsqueeze(1)
-        self.stand_ins, self.near, self.width = s, near, s.count
+            s = replace(s, value=torch.cat([s.value, s.factor.unsqueeze(-1)], -1))
+        self.rows, self.total = s, stand_ins.total.flatten(0, 1).unsqueeze(1)
+        self.stand_ins, self.near, self.width = stand_ins, near, stand_ins.count
 
     @property
     def member(self) -> Tensor:
@@ -268,14 +262,11 @@ class Means(Source):
         return self.stand_ins.member.flatten(0, 1)
 
     def scores(self, chunk: Chunk) -> Tensor:
-        key = self.key[chunk.heads].mT
-        if self.bias is None:
-            scores = chunk.query @ key
-        else:
-            scores = torch.baddbmm(self.bias[chunk.heads].unsqueeze(1), chunk.query, key)
-        if self.curvature is not None:
-            curved = chunk.query @ self.curvature[chunk.heads]
-            scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
+        s, heads, query = self.rows, chunk.heads, chunk.query
+        key = s.key[heads].mT
+        scores = query @ key if s.bias is None else torch.baddbmm(s.bias[heads].unsqueeze(1), query, key)
+        if s.curvature is not None:
+            scores = scores + 0.5 * ((query @ s.curvature[heads]) * query).sum(-1, keepdim=True)
         return scores
 
     def multiplicity(self, chunk: Chunk) -> Tensor:
@@ -288,15 +279,12 @@ class Means(Source):
         return left.masked_fill_(left <= 1e-5 * total, 0.0)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        mixed = weights @ self.value[chunk.heads]
-        if self.left is None:
+        s, heads = self.rows, chunk.heads
+        mixed = weights @ s.value[heads]
+        if s.left is None:
             return mixed
-        moved = chunk.query @ self.left[chunk.heads]
-        if self.bounds is not None:
-            moved = within_reach(moved, self.bounds[chunk.heads])
-        if self.right is not None:
-            moved = moved @ self.right[chunk.heads]
-        return mixed[..., :-1] + mixed[..., -1:] * moved
+        right, bounds = (None if part is None else part[heads] for part in (s.right, s.bounds))
+        return mixed[..., :-1] + mixed[..., -1:] * value_shift(chunk.query, s.left[heads], right, bounds)
 
 
 class PastMeans(Source):
