@@ -396,9 +396,9 @@ BREAKAGES = (
     ),
     Breakage(
         "scans: ranges weigh the keys that the query keeps, too",
-        "execute/torch/by_scan.py",
-        "left = size - kept",
-        "left = size + 0 * kept",
+        "rest/base.py",
+        "return size - kept.scatter_add_",
+        "return size + 0 * kept.scatter_add_",
         (SCANS,),
     ),
     Breakage(

@@ -113,9 +113,7 @@ class _Shard:
         if means is not None:
             step = int(means.step(x, start, start + 1))
             kept = places[:, :, start:stop].unflatten(1, (x.kv_heads, -1))
-            at = (torch.searchsorted(means.edges[step], kept.clamp_min(0), right=True) - 1).clamp_max(means.count - 1)
-            size = means.size[:, None, None, None, step].expand(*kept.shape[:-1], -1)
-            left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
+            left = means.remaining(step, means.size[:, None, None, None, step], kept)
             elsewhere = (asking[start:] < self.local.start) | (asking[start:] >= self.local.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
             columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))

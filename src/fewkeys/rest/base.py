@@ -157,6 +157,13 @@ class RangeStandIns(Fields):
         position = torch.arange(start, stop, device=self.edges.device) + inputs.offset % BLOCK
         return position // BLOCK if len(self.edges) > 1 else torch.zeros_like(position)
 
+    def remaining(self, step: int, size: Tensor, index: Tensor) -> Tensor:
+        """The `size` (..., M) of the ranges of a step, less the keys at `index` (..., K); -1 for none."""
+        # Ranges may be empty: a key is in the last one that begins at it or before it.
+        place = torch.searchsorted(self.edges[step], index.clamp_min(0), right=True) - 1
+        kept = size.new_zeros((*index.shape[:-1], self.count))
+        return size - kept.scatter_add_(-1, place.clamp_max(self.count - 1), (index >= 0).to(size.dtype))
+
 
 AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 

@@ -73,10 +73,7 @@ class _Rows:
             step = int(s.step(x, start, start + 1))
             mean_keys, mean_values = (part.flatten(0, 1)[heads, step] for part in (s.key, s.value))
             size = s.size[:, step].repeat_interleave(x.kv_heads, 0)[heads, None]
-            # Ranges may be empty: a key is in the last one that begins at it or before it.
-            place = (torch.searchsorted(s.edges[step], chosen, right=True) - 1).clamp_max(s.count - 1)
-            kept = size.new_zeros((*far.shape[:2], s.count)).scatter_add_(-1, place, (far >= 0).to(size.dtype))
-            left = size - kept
+            left = s.remaining(step, size, far)
             scores.append((query @ mean_keys.mT).masked_fill(left <= 0, -torch.inf))
         (joined,) = self.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
         weight = joined.split([part.shape[-1] for part in scores], -1)
