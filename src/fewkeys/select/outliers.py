@@ -48,17 +48,13 @@ class Outliers(CountedSelector):
         return self.cohorts
 
     def select(self, inputs: Inputs) -> Graph:
-        return self._lists(inputs, None)
+        return self.beside(inputs, Graph(inputs))
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        return kept | self._lists(inputs, kept.band)
-
-    def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
-        """A list for every cohort, whose queries keep the keys of `band` besides; or one for all."""
         if self.cohorts == 1:
-            return shared_top(inputs, self.scores(inputs), self.count)
+            return kept | shared_top(inputs, self.scores(inputs), self.count)
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
-        bias = None if x.bias is None else bias_importance(x, parts, x.bias, band)
+        bias = None if x.bias is None else bias_importance(x, parts, x.bias, kept.band)
         if bias is None and compiled_at_once(x):
             facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
             facts["distance"] = clusters(x, self.clusters).distance
@@ -67,7 +63,7 @@ class Outliers(CountedSelector):
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
             index, used = top_places(scores if bias is None else scores.add_(bias), self.count)
-        return Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
+        return kept | Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
 
     def scores(self, inputs: Inputs) -> Tensor:
         """(B, Hkv, Nk): twice the expression above, with the factor `PAIR`."""
