@@ -23,7 +23,7 @@ from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
-from fewkeys.sketch.halves_apart import described_apart, split_apart
+from fewkeys.sketch.halves_apart import members, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16
@@ -108,7 +108,7 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
     key, rows = centre(key, real), rows.flatten(0, 1)
     metric = key.mT @ key
     place = split(rows, metric.flatten(0, 1), count)
-    parts = place, *described(rows, place, step)
+    parts = place, *described(rows, place[..., ::step])
     place, mean, within = (part.unflatten(0, (batch, heads)) for part in parts)
     return Cohorts(place, mean * scale, within * scale**2, filled)
 
@@ -122,14 +122,9 @@ def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
     count = _at_most(count, total)
     rows = working(x.grouped_query().detach()).flatten(0, 1)
     label = split_apart(rows, metric.flatten(0, 1), count, totals)
-    mean, within = described_apart(rows, label, count, max(1, total // QUERY_SAMPLE), totals)
-    label = label.flatten(1)
-    order, sizes = label.argsort(dim=1, stable=True), label.new_zeros((len(label), count))
-    sizes.scatter_add_(1, label, torch.ones_like(label))
-    rank = torch.arange(max(1, int(sizes.max())), device=label.device)
-    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + rank).clamp_max(max(0, label.shape[1] - 1))
-    place = order.gather(1, index.flatten(1)).view(index.shape) if label.shape[1] else index
-    place = place.masked_fill(rank >= sizes.unsqueeze(-1), -1)
+    place, sampled = members(label, count, max(1, total // QUERY_SAMPLE), totals)
+    # One more row: this process may have none.
+    mean, within = described(pad(rows.flatten(1, 2), (0, 0, 0, 1)), sampled, totals)
     place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
     filled = torch.full((x.batch, x.kv_heads), _filled(count, total), device=place.device)
     return Cohorts(place, mean * x.scale, within * x.scale**2, filled)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.core.rows import take
+from fewkeys.core.totals import WHOLE, Totals
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
 """Power iterations, then steps of 2-means, and about how many rows of a set they use."""
@@ -34,14 +35,14 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     return place.reshape(sets, count, size)
 
 
-def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them, from every `step`-th row."""
-    sampled = place[..., ::step]
-    real = (sampled >= 0).unsqueeze(-1)
-    sets = take(rows.unsqueeze(0), sampled.clamp_min(0).unsqueeze(0)).squeeze(0)
-    mean = (sets * real).sum(2) / real.sum(2).clamp_min(1)
+def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tensor, Tensor]:
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them."""
+    real = (place >= 0).unsqueeze(-1)
+    sets = take(rows.unsqueeze(0), place.clamp_min(0).unsqueeze(0)).squeeze(0)
+    size = totals.sum(real.sum(2))
+    mean = totals.sum((sets * real).sum(2)) / size.clamp_min(1)
     off = sets.sub_(mean.unsqueeze(2)).mul_(real).flatten(1, 2)
-    return mean, off.mT @ off / real.sum((1, 2)).clamp_min(1).unsqueeze(-1)
+    return mean, totals.sum(off.mT @ off) / size.sum(1).clamp_min(1).unsqueeze(-1)
 
 
 def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ second ones. A label (R, G, m) is the set of every row of this process.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.totals import Totals
 from fewkeys.sketch.halves import direction, sample_step
@@ -39,17 +40,20 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
     return label
 
 
-def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """`halves.described` of the sets that labels give."""
-    place, _ = places(label, count, totals)
-    flat, label = rows.flatten(1, 2), label.flatten(1)
-    sampled = (place.flatten(1) % step == 0).to(rows.dtype)
-    where = label.unsqueeze(-1).expand_as(flat)
-    number = totals.sum(sampled.new_zeros((len(rows), count)).scatter_add_(1, label, sampled))
-    total = flat.new_zeros((len(rows), count, flat.shape[-1]))
-    mean = totals.sum(total.scatter_add_(1, where, flat * sampled.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
-    off = (flat - mean.gather(1, where)) * sampled.unsqueeze(-1)
-    return mean, totals.sum(off.mT @ off) / number.sum(1).clamp_min(1)[:, None, None]
+def members(label: Tensor, sets: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
+    """Which of this process's rows, counted through all runs, are in each set, (R, sets, M), in order, -1 for none; and
+    the same of every `step`-th row of the set alone.
+    """
+    place, _ = places(label, sets, totals)
+    label, is_sampled = label.flatten(1), pad((place % step == 0).flatten(1), (0, 1))
+    # A last place, of no row: there may be none.
+    order = pad(label.argsort(dim=1, stable=True), (0, 1), value=label.shape[1])
+    sizes = label.new_zeros((len(label), sets)).scatter_add_(1, label, torch.ones_like(label))
+    number = torch.arange(max(1, int(sizes.max())), device=label.device)
+    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + number).clamp_max(label.shape[1])
+    row, real = order.gather(1, index.flatten(1)), number < sizes.unsqueeze(-1)
+    sampled, row = is_sampled.gather(1, row).view(index.shape), row.view(index.shape)
+    return row.masked_fill(~real, -1), row.masked_fill(~(real & sampled), -1)
 
 
 def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
