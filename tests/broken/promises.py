@@ -89,7 +89,7 @@ PROMISES = (
     ),
     Breakage(
         "within the stated multiple: the first order is taken back without bounds",
-        "rest/cohort_means.py",
+        "rest/cluster_means.py",
         "value_shift(reference, left, right, bounds)",
         "value_shift(reference, left, right, None)",
         (Law("parts/test_bounded", "stated_multiple and torch"), Law("parts/test_bounded", "holds_of_anything")),

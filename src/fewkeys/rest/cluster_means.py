@@ -5,19 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import CohortStandIns, CountedRest, StandIns, unkept
-from fewkeys.rest.cohort_means import at_least_tiny, cohort_means, first_order, spread_factor
+from fewkeys.native.tensors import wants_gradient
+from fewkeys.rest.base import CohortStandIns, CountedRest, StandIns, unkept, value_shift
 from fewkeys.select.base import Selector
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import product
+from fewkeys.sketch.cohorts import cohorts
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
-from fewkeys.sketch.tilted import LARGEST_TILT
+from fewkeys.sketch.tilted import COHORT_TILT, LARGEST_TILT, tilted_sums
+
+REACH = 0.25
+"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
+LARGEST_SPREAD = 2.0
+"""The largest factor f_c of a cluster's first-order term."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class ClusterMeans(CountedRest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | CohortStandIns:
         if self.cohorts > 1:
-            return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
+            return _cohort_means(inputs, graph, self)
         parts = clusters(inputs, self.count)
         return represent(inputs, graph, weights, parts.label, self.count, parts.importance, self.rank)
 
@@ -117,7 +125,7 @@ def represent(
             log_e = TILT * (key_statistics(x).importance - importance.gather(-1, label))
             share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
         mass = totals.sum(share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share))
-        mass = at_least_tiny(mass).unsqueeze(-1)
+        mass = _at_least_tiny(mass).unsqueeze(-1)
     args = x.key, x.value, label, share, count
     if rank:
         key_sum, value_sum, products = sums_and_products(*args, frame(x).mean, x.impl)
@@ -139,9 +147,81 @@ def represent(
     with constants():
         square = torch.linalg.vector_norm(offset @ units.root, dim=-1).square()
         energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * key_statistics(x).spread)
-        factor = spread_factor(totals.sum(energy) / mass.squeeze(-1), square, mass.squeeze(-1))
+        factor = _spread_factor(totals.sum(energy) / mass.squeeze(-1), square, mass.squeeze(-1))
         covariance = moments.second - moments.mean.mT @ moments.mean
         reference = TILT * (moments.mean + offset @ covariance)
-    left, right, bounds, moved = first_order(pooled, moments.second, rank, TILT * moments.mean, reference, units.unit)
+    left, right, bounds, moved = _first_order(pooled, moments.second, rank, TILT * moments.mean, reference, units.unit)
     value = mean_value - factor.unsqueeze(-1) * moved
     return StandIns(mean_key, value, label, share, bias, left, right, factor, bounds=bounds)
+
+
+def _cohort_means(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> CohortStandIns:
+    """The stand-ins of several cohorts beside the lists that `graph` has for them.
+
+    The equations are those of one cohort, with its mean m_h, the common covariance W in place of C, and t = 0.8. S is
+    pooled over cohorts, too; bounds are around each cohort's own t m_h S.
+    """
+    x, cohort, columns, rank = inputs, cohorts(inputs, rest.cohorts), graph.columns, rest.rank
+    if columns is None or columns.place is None:
+        raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
+    cluster = clusters(x, rest.count)
+    sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
+    middle, together = frame(x).mean, sums.together
+    if compiled_at_once(x) and not wants_gradient(x.key, x.value):
+        tensors = {name: rows for name, rows in vars(sums).items() if name != "size"}
+        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
+        numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        rank = min(rank, x.head_dim, x.value_dim)
+        stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
+        return CohortStandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
+    mass, within = _at_least_tiny(sums.mass).unsqueeze(-1), cohort.within.unsqueeze(2)
+    offset, value = sums.key / mass, sums.value / mass
+    with constants():
+        on_key = offset @ within
+        square, mean_query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
+        importance = (offset * mean_query).sum(-1) + 0.5 * square
+        bias = (COHORT_TILT * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
+    key = offset + middle.unsqueeze(2)
+    if together is None:
+        return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label)
+    between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
+    pooled = (together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
+    with constants():
+        factor = _spread_factor(sums.energy / mass.squeeze(-1), square, sums.mass)
+        reference = COHORT_TILT * (mean_query + on_key)
+    left, right, bounds, moved = _first_order(
+        pooled.unsqueeze(2), within, rank, COHORT_TILT * mean_query, reference, frame(x).unit.unsqueeze(2)
+    )
+    value = value - factor.unsqueeze(-1) * moved
+    left, right = (part.expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
+    return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label, left, right, factor, bounds)
+
+
+def _first_order(
+    pooled: Tensor, metric: Tensor, rank: int, middle: Tensor, reference: Tensor, unit: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`left`, `right` and `bounds` of `StandIns` from S (..., D, Dv), and the values' move (..., C, Dv) at `reference`.
+
+    S is cut to the rank in the metric (..., D, D) of queries; `middle` (..., 1, D): t times the mean query; reference
+    (..., C, D): the queries at which the values are right; `unit`: of `Frame`.
+    """
+    with constants():
+        right = top_subspace(product(product(pooled.mT, metric), pooled), min(rank, *pooled.shape[-2:])).mT
+    left = product(pooled, right.mT)
+    with constants():
+        around = middle @ left
+        bounds = torch.cat([around, (REACH / unit).expand_as(around)], -2)
+    return left, right, bounds, value_shift(reference, left, right, bounds)
+
+
+def _spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
+    """f_c (..., C) from the mean `energy` `E (q . k_j)^2` of a cluster's keys and the `square` of its mean key."""
+    # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+    spread = torch.where(energy - square > 64 * torch.finfo(energy.dtype).eps * energy, energy - square, 0.0)
+    mean = (spread * mass).sum(-1, keepdim=True) / _at_least_tiny(mass.sum(-1, keepdim=True))
+    return (spread / _at_least_tiny(mean)).sqrt().clamp_max(LARGEST_SPREAD)
+
+
+def _at_least_tiny(total: Tensor) -> Tensor:
+    """A safe divisor: empty clusters have no mass."""
+    return total.clamp_min(1e-30)
