@@ -424,23 +424,23 @@ BREAKAGES = (
     ),
     Breakage(
         "shards: cohorts forget the queries of earlier processes",
-        "sketch/halves_apart.py",
+        "sketch/halves.py",
         "(before + total.cumsum(1) - total)",
         "(total.cumsum(1) - total)",
         (SHARDS,),
     ),
     Breakage(
         "shards: cohorts forget the queries of earlier heads",
-        "sketch/halves_apart.py",
+        "sketch/halves.py",
         "(before + total.cumsum(1) - total)",
         "before",
         (APART, SHARDS),
     ),
     Breakage(
         "shards: of equal scores none goes left",
-        "sketch/halves_apart.py",
-        "return (number < middle) | first_of_equal | by_set",
-        "return (number < middle) | by_set",
+        "sketch/halves.py",
+        "return (number < middle) | first_of_equal | _by_set",
+        "return (number < middle) | _by_set",
         (APART,),
     ),
     Breakage(

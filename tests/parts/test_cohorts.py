@@ -14,8 +14,17 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.select.outliers import PAIR
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts, half_variance
-from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
-from fewkeys.sketch.halves_apart import members, ordered, smallest, split_apart
+from fewkeys.sketch.halves import (
+    POWER,
+    REFINE,
+    SPLIT_SAMPLE,
+    described,
+    members,
+    ordered,
+    smallest,
+    split,
+    split_apart,
+)
 from fewkeys.sketch.sample import centre
 from fewkeys.sketch.tilted import TiltArgs
 from native_cases import needs_compiler

@@ -1,6 +1,6 @@
 """Lists and stand-ins of cohorts of queries, beside a window, over token shards.
 
-    cohorts     of the queries of all ranks; no query is moved (`fewkeys.sketch.halves_apart`)
+    cohorts     of the queries of all ranks; no query is moved (`fewkeys.sketch.halves`)
     kept keys   of each cohort, chosen in two rounds, then gathered
     stand-ins   sums over ranks (`fewkeys.core.totals`)
     window      the nearest keys of the neighbouring shards, with their clusters, gathered

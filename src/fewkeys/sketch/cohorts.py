@@ -22,8 +22,7 @@ from fewkeys.core.rows import marked_places, take
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
-from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
-from fewkeys.sketch.halves_apart import members, split_apart
+from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, members, split, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16

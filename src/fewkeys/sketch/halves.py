@@ -1,4 +1,10 @@
-"""Rows in sets of equal size and similar rows: split at the median along the main direction, recursively."""
+"""Rows in sets of equal size and similar rows: split at the median along the main direction, recursively.
+
+Distributed rows (R, G, m, F) have G runs, such as the queries of G query heads: the first runs of all processes come
+before the second ones. A label (R, G, m) is the set of every row of this process. All processes get the same sample of
+every set, so the same direction, and find the median score by radix selection. The traffic for each set is about twice
+`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+"""
 
 import torch
 from torch import Tensor
@@ -9,6 +15,7 @@ from fewkeys.core.totals import WHOLE, Totals
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
 """Power iterations, then steps of 2-means, and about how many rows of a set they use."""
+BYTE = 8
 
 
 def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
@@ -24,8 +31,8 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     while size > (many + fill) // count:
         parts, real = rows.reshape(-1, size, dim), (place >= 0).reshape(-1, size)
         metrics = metric.repeat_interleave(parts.shape[0] // sets, 0)
-        step = sample_step(size)
-        along = direction(parts[:, ::step], real[:, ::step], metrics)
+        step = _sample_step(size)
+        along = _direction(parts[:, ::step], real[:, ::step], metrics)
         order = (parts @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
         # Rows of a half stay in their old order.
         order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
@@ -45,7 +52,7 @@ def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tens
     return mean, totals.sum(off.mT @ off) / size.sum(1).clamp_min(1).unsqueeze(-1)
 
 
-def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
+def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
     """The vector (R, 1, F) whose products with rows order the sets, from samples (R, s, F), those `real` (R, s)."""
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
@@ -63,6 +70,93 @@ def direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
     return along
 
 
-def sample_step(size: int) -> int:
+def _sample_step(size: int) -> int:
     """The step between the sampled rows of a set of `size` places."""
     return max(1, size // SPLIT_SAMPLE)
+
+
+def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Tensor:
+    """The labels of rows in the `count` sets of `split`, up to the rounding of scores; `metric` (R, F, F)."""
+    rounds, runs, _, dim = rows.shape
+    label = torch.zeros(rows.shape[:3], dtype=torch.int64, device=rows.device)
+    sets, size = 1, 0
+    while sets < count:
+        place, real = places(label, sets, totals)
+        size = size or -(-int(real.max()) // count) * count
+        step = _sample_step(size)
+        slots = -(-size // step)
+        # The last slot is for rows outside the sample.
+        slot = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
+        sample = rows.new_zeros((rounds, sets * slots + 1, dim))
+        sample.scatter_(1, slot.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
+        sample = totals.sum(sample[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
+        real_rows = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
+        along = _direction(sample, real_rows, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
+        score = (rows.flatten(1, 2) * along.gather(1, label.flatten(1).unsqueeze(-1).expand(-1, -1, dim))).sum(-1)
+        left = smallest(score.unflatten(1, (runs, -1)), label, real, size // 2, totals)
+        label, sets, size = 2 * label + ~left, 2 * sets, size // 2
+    return label
+
+
+def members(label: Tensor, sets: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
+    """Which of this process's rows, counted through all runs, are in each set, (R, sets, M), in order, -1 for none; and
+    the same of every `step`-th row of the set alone.
+    """
+    place, _ = places(label, sets, totals)
+    label, is_sampled = label.flatten(1), pad((place % step == 0).flatten(1), (0, 1))
+    # A last place, of no row: there may be none.
+    order = pad(label.argsort(dim=1, stable=True), (0, 1), value=label.shape[1])
+    sizes = label.new_zeros((len(label), sets)).scatter_add_(1, label, torch.ones_like(label))
+    number = torch.arange(max(1, int(sizes.max())), device=label.device)
+    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + number).clamp_max(label.shape[1])
+    row, real = order.gather(1, index.flatten(1)), number < sizes.unsqueeze(-1)
+    sampled, row = is_sampled.gather(1, row).view(index.shape), row.view(index.shape)
+    return row.masked_fill(~real, -1), row.masked_fill(~(real & sampled), -1)
+
+
+def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
+    """The place (R, G, m) of every row in its set over all processes, and the size (R, sets) of every set."""
+    sizes = torch.zeros((*label.shape[:2], sets), dtype=torch.int64, device=label.device)
+    sizes.scatter_add_(2, label, torch.ones_like(label))
+    before, total = totals.counted(sizes)
+    order = label.argsort(dim=2, stable=True)
+    row = torch.arange(label.shape[2], device=label.device).expand_as(label)
+    rank_in_shard = torch.empty_like(label).scatter_(2, order, row) - (sizes.cumsum(2) - sizes).gather(2, label)
+    return rank_in_shard + (before + total.cumsum(1) - total).gather(2, label), total.sum(1)
+
+
+def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
+    """Which rows (R, G, m) have one of the `rank` smallest scores, the first of equal ones, of the `real` (R, sets)."""
+    number, sets = ordered(score), real.shape[1]
+    left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
+    top = BYTE * (score.element_size() - 1)
+    for shift in range(top, -1, -BYTE):
+        digit, first = number >> shift, shift == top
+        if first:  # the signed one
+            digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
+        else:
+            inside, digit = digit >> BYTE == _by_set(prefix, label), digit & 255
+        bins = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+        histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
+        histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
+        upto = histogram.cumsum(-1)
+        median_bin = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - histogram).gather(-1, median_bin).squeeze(-1)
+        median_bin = median_bin.squeeze(-1)
+        prefix = median_bin - 128 if first else prefix * 256 + median_bin
+    middle = _by_set(prefix, label)
+    place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
+    first_of_equal = (number == middle) & (place < _by_set(left, label))
+    return (number < middle) | first_of_equal | _by_set(real <= rank, label)
+
+
+def _by_set(values: Tensor, label: Tensor) -> Tensor:
+    """Values of sets (R, sets), for every row (R, G, m)."""
+    return values.gather(1, label.flatten(1)).view(label.shape)
+
+
+def ordered(score: Tensor) -> Tensor:
+    """The bits of numbers, int64, in the order of the numbers; zeros are equal."""
+    kind = {4: torch.int32, 8: torch.int64}[score.element_size()]
+    bits = (score + 0.0).view(kind)
+    return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits).long()
