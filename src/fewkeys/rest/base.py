@@ -25,15 +25,13 @@ from fewkeys.sketch.sums import members
 class StandIns(Fields):
     """C stand-ins per key head that represent the keys a query does not keep.
 
-    For query i stand-in c has the score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and the weight
-    `n_ic f(s_ic)`. The multiplicity `n_ic = sum_{j: label_j = c} share_j` is over the keys j that query i does not
-    keep. The value is `value_c`, plus the first-order term `factor_c u_i right` with
-    `u_i = min(max(q_i left - middle, -reach), reach)`.
+    For a scaled query q, stand-in c has the score `s_c = q . key_c + bias_c + q^T curvature q / 2` and the weight
+    `n_c f(s_c)`, where `n_c = sum_{j: label_j = c} share_j` is over the keys j that the query does not keep. Its value
+    is `value_c`, plus the first-order term `factor_c u right`, `u = min(max(q left - middle, -reach), reach)`.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64; share (B, Hkv, Nk), zero for keys that
-    all queries keep and for padding; bias (B, Hkv, C); curvature M (B, Hkv, D, D) adds `q^T M q / 2` of the scaled
-    query to every score. First order, for scaled queries: left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None
-    (identity), factor (B, Hkv, C), bounds (B, Hkv, 2, r): middle and reach. Labels, shares, bounds have no gradient.
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv), bias and factor (B, Hkv, C), curvature (B, Hkv, D, D), left
+    (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), bounds (B, Hkv, 2, r): middle and reach; label, int64, and
+    share (B, Hkv, Nk), zero for keys that all queries keep and for padding. Labels, shares, bounds have no gradient.
     """
 
     key: Tensor
@@ -66,17 +64,15 @@ class StandIns(Fields):
 class CohortStandIns(Fields):
     """C stand-ins for each of H cohorts of queries, over clusters of keys that all cohorts share.
 
-    For a query i of cohort h, stand-in c has the score `scale q_i . key_hc + bias_hc` and the weight `n_ic exp(score)`,
+    For a scaled query q of cohort h, stand-in c has the score `q . key_hc + bias_hc` and the weight `n_c exp(score)`,
 
-        n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
+        n_c = mass_hc (keys of cluster c that the query does not keep) / size_hc,
 
     where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
-    takes an equal part. Under a bias of distances a key counts exp(bias) times. Value and first-order term are those of
-    `StandIns`.
+    takes an equal part. Under a bias of distances a key counts exp(bias) times.
 
-    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64.
-    First order: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor (B, Hkv, H, C), bounds (B, Hkv, H, 2, r).
-    Gradients flow through key, value and left.
+    All else is as in `StandIns`, with the cohorts as a third dimension of all tensors but label; mass and size have the
+    shape of bias. Gradients flow through key, value and left.
     """
 
     key: Tensor
@@ -99,9 +95,9 @@ class CohortStandIns(Fields):
 class BlockStandIns(Fields):
     """M stand-ins per key head and block of queries (of the graph's columns): a summary of the past of each block.
 
-    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
-    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Scores are `scale q_i . key_c`; weights `f(score)`
-    times the size, under `Softmax` `exp(score + bias)`.
+    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places without
+    a stand-in, size (B, Hkv, blocks, M): the number of keys. Weights are `f(score)` times the size, under `Softmax`
+    `exp(score + bias)`.
     """
 
     key: Tensor
@@ -112,13 +108,12 @@ class BlockStandIns(Fields):
 
 @dataclass(frozen=True, eq=False)
 class RangeStandIns(Fields):
-    """M ranges of keys for every step of queries, a block of 32 positions or all queries.
+    """The means of M ranges of keys for every step of queries, a block of 32 positions or all queries.
 
     `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and of all; `reals`
     (B, G + 1), float64: likewise numbers of real keys, None: all; `edges` (steps, M + 1), int64: range c holds the keys
-    edges_c .. edges_(c+1) - 1, whole blocks. Hence the means key (B, Hkv, steps, M, D) and value (B, Hkv, steps, M,
-    Dv), and size (B, steps, M), the numbers of real keys. Weights are `f(score)` times the size, less the keys of the
-    range that the query keeps.
+    edges_c .. edges_(c+1) - 1, whole blocks. Hence key (B, Hkv, steps, M, D), value (B, Hkv, steps, M, Dv) and size
+    (B, steps, M), the number of real keys. Weights are `f(score)` times the size, less the keys that the query keeps.
     """
 
     totals: Tensor
@@ -169,7 +164,7 @@ AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for the keys that are not kept. Members not abstract have safe defaults."""
+    """A rule that makes the stand-ins for the keys that are not kept. What is not abstract has a safe default."""
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
@@ -178,7 +173,7 @@ class Rest(Listed, ABC):
 
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
-        """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
+        """The stand-ins for all keys outside the graph's shared columns; None: nothing stands in."""
 
     @abstractmethod
     def slots(self, head_dim: int, value_dim: int) -> float:
@@ -195,7 +190,7 @@ class Rest(Listed, ABC):
 
     @property
     def clusters(self) -> int:
-        """The number of clusters of the keys that the rule reads. Plans with the same number share these clusters."""
+        """The number of clusters that the rule reads, which plans with the same number share."""
         return 0
 
     def check_beside(self, keep: Selector) -> None:

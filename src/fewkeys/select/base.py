@@ -1,4 +1,4 @@
-"""The base of all selectors, rules that turn a problem into the edges that they keep."""
+"""The base of all selectors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,9 @@ class Recent(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """The part of the past that a causal rule may still read. Its size is fixed, except for a scan.
-
-    Attributes:
-        latest: the number of latest keys, counted from each query's own place.
-        recent: blocks of positions, evicted at once.
-        first: the number of first real keys.
-        scan: how many keys a scan chooses among all keys; 0: none.
+    """The part of the past that a causal rule may still read: so many `latest` keys, counted from each query's own
+    place; `recent` blocks of positions, evicted at once; so many `first` real keys; all keys, for a `scan` that chooses
+    so many of them.
     """
 
     latest: int = 0
@@ -45,12 +41,8 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a rule chooses without causality among keys that are split over processes.
-
-    Attributes:
-        score: scores (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
-        count: keep this many of the largest scores of all parts, or
-        least: every key of at least this score.
+    """How a rule chooses without causality among keys that are split over processes: the `count` largest scores, or all
+    of at least `least`. `score` gives the scores (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
     """
 
     score: Callable[[Inputs], Tensor]
@@ -61,13 +53,13 @@ class Sharded:
 class Selector(Listed, ABC):
     """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
 
-    Plans, streams, shards and tuning read what each rule states here. Members that are not abstract have safe defaults.
+    Plans, streams, shards and tuning read what each rule states here. What is not abstract has a safe default.
     """
 
     is_oracle: ClassVar[bool] = False
     """Whether the rule scores every pair, at the cost of exact attention."""
     beside_cohorts: ClassVar[bool] = False
-    """Whether the rule chooses by position alone, so that it may be combined with lists of cohorts."""
+    """Whether the rule chooses by position alone, and so may be combined with lists of cohorts."""
 
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
@@ -83,12 +75,12 @@ class Selector(Listed, ABC):
 
     @property
     def cohort_lists(self) -> int:
-        """How many cohorts of queries have a list each; 1: all queries share."""
+        """How many cohorts of queries have a list each."""
         return 1
 
     @property
     def causal(self) -> bool:
-        """Whether the rule is defined, and strictly causal, under `is_causal=True`; `check_causal` tries it."""
+        """Whether the rule is strictly causal under `is_causal=True`; `check_causal` tries it."""
         return False
 
     @abstractmethod
@@ -102,12 +94,12 @@ class Selector(Listed, ABC):
 
     @property
     def remembered(self) -> Remembered | None:
-        """What a stream must hold for the rule; None: it may read any key, or is not causal."""
+        """What a stream must hold; None: the rule may read any key, or is not causal."""
         return None
 
     @property
     def sharded(self) -> Sharded | None:
-        """How the rule chooses over processes, without causality; None: it cannot yet."""
+        """How the rule chooses over processes; None: it cannot yet."""
         return None
 
     @property
@@ -125,9 +117,9 @@ class Selector(Listed, ABC):
             return self.select(inputs)
 
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-        """Raise `ValueError` where, under causality, a query keeps a later key, or later keys change what it keeps.
+        """Raise `ValueError` where a query keeps a later key, or later keys change what it keeps: a test of new rules.
 
-        A test for new rules. Arguments as in `graph`, as many queries as keys. Cost O(n^2).
+        Arguments as in `graph`, as many queries as keys. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()
@@ -162,7 +154,7 @@ class CountedSelector(Selector, ABC, listed=False):
 
 @dataclass(frozen=True)
 class Union(Selector, listed=False):
-    """Everything that any of `members` keeps; an edge kept twice counts once."""
+    """Everything that any of `members` keeps."""
 
     members: tuple[Selector, ...]
 

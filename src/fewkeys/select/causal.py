@@ -1,9 +1,9 @@
 """Strictly causal selection of the heaviest keys of the past.
 
-Tokens come in blocks of absolute positions. When a block of keys is complete, the keys kept so far and the new ones are
-scored together and the best `count` stay; evicted keys never return. The queries of the next block share this list.
-Free places of a list go to the block's own keys in order, under the causal mask: a budget of all keys is exact
-attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
+When a block of absolute positions is complete, its keys are scored together with the keys kept so far, and the best
+`count` stay for the queries of the next block; evicted keys never return. Free places of a list go to the block's own
+keys in order, under the causal mask: a budget of all keys is exact attention. Cost O(n (count + block)) scores, memory
+independent of n besides the lists.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ CAUSAL_BLOCK = 32
 
 
 class OnlineScore(ABC):
-    """Scores of keys that arrive block by block; a selector makes a fresh one for every call."""
+    """Scores of keys that arrive block by block, in one call."""
 
     @abstractmethod
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Controls for every comparison: keys of large norm, and random keys."""
+"""Controls for every comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

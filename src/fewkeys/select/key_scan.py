@@ -24,10 +24,10 @@ PER_CODE = 0.25
 class KeyScan(CountedSelector):
     """The query's own block of 32 keys up to itself, and the `count` best of the keys before it, by their codes.
 
-    Every query scores all keys before its block, each in two bits a number (`fewkeys.sketch.codes`):
+    Every query head scores all keys before the query's block, each in two bits a number (`fewkeys.sketch.codes`):
     `score_j ~ q . (k_j - m)`, of equal scores the first. Blocks are of absolute positions, 0 .. 31 the first. Strictly
     causal: a code depends on its key and on the mean m of the first block alone. Without causality all keys are scored,
-    and there is no own block. Query heads that share keys choose their own.
+    and there is no own block.
 
     Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
     reads 18 bytes a key of 64 dimensions, not 512. Source: codes after RaBitQ (Gao and Long, 2024) and TurboQuant
@@ -81,10 +81,7 @@ def _before(inputs: Inputs, query: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Scanned:
-    """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
-
-    `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values held in int8.
-    """
+    """The edges of `KeyScan`. `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values held in int8."""
 
     inputs: Inputs
     codes: Codes
@@ -93,7 +90,7 @@ class Scanned:
 
     @cached_property
     def seen(self) -> Tensor:
-        """(Nq,): among how many keys each query chooses."""
+        """`before_block`."""
         return before_block(self.inputs)
 
     @cached_property
@@ -103,7 +100,7 @@ class Scanned:
 
     @cached_property
     def index(self) -> Tensor:
-        """(B, Hq, Nq, most), int32: the keys that queries choose, ascending, -1 for none at the end."""
+        """(B, Hq, Nq, most), int32: the chosen keys, ascending, -1 for none at the end."""
         x = self.inputs
         packed, sigma, query = self.codes.packed, self.codes.sigma, x.query.detach()
         if x.impl in COMPILED and native.readable(packed, sigma, query, x.valid) and x.head_dim <= LARGEST_CODED:
@@ -117,7 +114,7 @@ class Scanned:
         return sign if self.inputs.scale > 0 else -sign
 
     def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+        """As `Graph.mask`."""
         x = self.inputs
         near = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()

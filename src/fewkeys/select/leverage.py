@@ -26,15 +26,15 @@ class Leverage(Selector):
 
     Args:
         count: keep the `count` largest scores, or
-        eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
-            `|s|^2` holds every entry >= eps of any query.
+        eps: keep every key with score >= eps: the universal set, which under weights `|s|^p` holds every entry >= eps
+            of any query.
         centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
             the guarantee.
-        power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set is that of weights
-            `Power(p)`, at most `rank^max(1, p/2) / eps` keys.
+        power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set has at most
+            `rank(K)^max(1, p/2) / eps` keys.
 
-    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): scores are against the Gram
-    matrix of all keys so far (`fewkeys.select.causal`).
+    Cost as `leverage_scores`. Causal (`count` and power 2 only): scores are against the Gram matrix of all keys so far
+    (`fewkeys.select.causal`).
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
     """
@@ -64,7 +64,7 @@ class Leverage(Selector):
         return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
 
     def _scores(self, inputs: Inputs) -> Tensor:
-        """Scores (B, Hkv, N), float64, of the keys here against those of the whole sequence."""
+        """Scores (B, Hkv, N), float64, of this process's keys."""
         rows, whole = working(inputs.key.detach()), inputs.whole
         if self.centre:
             rows = rows - (whole.totals.sum(rows.double().sum(-2, keepdim=True)) / whole.keys).to(rows.dtype)

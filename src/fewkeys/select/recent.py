@@ -1,4 +1,4 @@
-"""The block of positions that contains the query, and the blocks beside it."""
+"""Blocks of positions around the query."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Oracles: selectors that score every pair, as bounds of what selection can reach."""
+"""Oracles, which score every pair: bounds of what selection can reach."""
 
 from abc import ABC
 from collections.abc import Iterator
@@ -39,10 +39,7 @@ class TopK(_Oracle):
 
 @dataclass(frozen=True)
 class BestColumns(_Oracle):
-    """The `count` keys, shared by all queries of a head, that hold the most softmax mass. Cost O(n^2).
-
-    Not causal: the best shared keys of a sequence are known only at its end.
-    """
+    """The `count` keys, shared by all queries of a head, that hold the most softmax mass. Cost O(n^2). Not causal."""
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
