@@ -168,7 +168,7 @@ def _cohort_means(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> CohortSta
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
     middle, together = frame(x).mean, sums.together
     if compiled_at_once(x) and not wants_gradient(x.key, x.value):
-        tensors = {name: rows for name, rows in vars(sums).items() if name != "size"}
+        tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}
         tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)

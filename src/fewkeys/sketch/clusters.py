@@ -1,6 +1,6 @@
 """Clusters of keys that the head's queries cannot distinguish, in working precision, without gradient.
 
-The scaled queries q, of mean m and covariance C, are taken as Gaussian. The *importance* of a centred key is
+The scaled queries q are taken as Gaussian, of mean m and covariance C. The *importance* of a centred key is
 `g_j = log E_q exp(q . k_j) = m . k_j + k_j^T C k_j / 2`. The features of key j are `[L^T k_j, v_j / rms(v)]` with
 `L L^T = E[q q^T]`: the squared distance of two keys is the mean squared difference of their scores plus the relative
 squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: important keys get more clusters.
@@ -24,7 +24,7 @@ from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
-"""Keys have weights `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
+"""Keys weigh `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
 RIDGE = 1e-6
 """This share of a matrix's mean diagonal is added to its diagonal before factorising."""
 LLOYD_STEPS = 2
@@ -35,9 +35,7 @@ QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers per thread in one piece of the keys: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
-"""Lloyd's steps use at most KEYS_PER_CLUSTER keys per cluster, down to half if that is more than FEW_KEYS and a
-quarter of the sequence.
-"""
+"""The most keys per cluster that Lloyd's steps use; half are enough if that is more than FEW_KEYS."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +52,7 @@ class QueryMoments:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Means of keys and values, and the map from keys to features.
-
-    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): of real keys; `root` (B, Hkv, D, D): L, lower triangular;
+    """`mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv) of real keys; `root` (B, Hkv, D, D): L, lower triangular;
     `unit` (B, Hkv, 1, 1): 1 / rms(v); `form` (B, Hkv, D + 1, D): the rows of L^T, and the mean query; `shift`
     (B, Hkv, D + 1, 1): `form` times the mean key.
     """
@@ -111,7 +107,7 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 
 @statistic
 def frame(inputs: Inputs) -> Frame:
-    """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
+    """The frame. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs) and (compiled := _compiled_frame(inputs, key, value)) is not None:
         return compiled
@@ -130,7 +126,7 @@ def frame(inputs: Inputs) -> Frame:
 
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
-    """The frame and the query moments by a kernel; None if a factorisation fails and needs torch."""
+    """The frame and the query moments by a kernel; None if a factorisation needs torch."""
     queries, count = _query_sample(inputs)
     real = inputs.keys if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1)
     asked, real = (
@@ -185,10 +181,8 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ units.mean.mT - on_value @ units.value_mean.mT
     nearest, label = _nearest(key, value, torch.cat([on_key, on_value], -1), constant)
-    value, middle = working(value), units.value_mean
-    square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
-    square = square + middle.square().sum(-1)
-    energy = key_statistics(inputs).spread + square * units.unit.square().squeeze(-1)
+    of_value = (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
+    energy = key_statistics(inputs).spread + of_value
     # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
     return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
 
@@ -231,14 +225,11 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     products = (key @ form.mT).sub_(frame.mean @ form.mT)
     on_query, on_value = products[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
     importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
-    real_importance, hidden = importance, None
-    if subset.real is not None:
-        hidden = ~subset.real[:, None].expand(-1, key.shape[1], -1)
-        real_importance = real_importance.masked_fill(hidden, -torch.inf)
+    hidden = ~subset.real[:, None] if subset.real is not None else key.new_zeros((), dtype=torch.bool)
+    real_importance = importance.masked_fill(hidden, -torch.inf)
     top = totals.max(row_maximum(real_importance))
     weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
-    if hidden is not None:
-        weight = weight.masked_fill(hidden, 0.0)
+    weight = weight.masked_fill(hidden, 0.0)
     # The sample is small: each of several processes takes the same steps on all of it.
     parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, real_importance))
     on_query, on_value, importance, weight, real_importance = parts

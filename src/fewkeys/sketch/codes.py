@@ -1,4 +1,4 @@
-"""Keys in two bits a dimension, enough to choose the keys with the largest scores for a query.
+"""Keys in two bits a dimension, which suffice to choose the keys with the largest scores.
 
 With m the mean of a head's first block of keys, rho the root mean square of |k - m| over that block, D rounded up to a
 power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diagonal of signs,
@@ -6,15 +6,14 @@ power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diag
     k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
-After the rotation the numbers of any key are nearly Gaussian, and for a Gaussian evenly spaced levels are best 0.996
-sigma apart: -3, -1, 1 and 3 times sigma / 2 serve all keys. A query is rotated, too, and rounded to integers from -10
-to 10. Then
+Rotated numbers of any key are nearly Gaussian, for which evenly spaced levels are best 0.996 sigma apart: -3, -1, 1
+and 3 times sigma / 2 serve all keys. A query is rotated, too, and rounded to integers from -10 to 10. Then
 
     score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 
-is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Sums in a fixed
-order, exact products and correctly rounded operations: every implementation chooses the same keys, bit for bit. Keys
-more than 8 rho from m count as if they were at 8.
+is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Keys more than 8 rho
+from m count as if they were at 8. Sums in a fixed order, exact products and correctly rounded operations: every
+implementation chooses the same keys.
 
 Sources: RaBitQ (Gao and Long, SIGMOD 2024) and TurboQuant (Zandieh et al., 2025) for a random rotation before scalar
 codes; fast scans (Andre et al., 2017) for tables of pairs in registers.
@@ -72,7 +71,7 @@ def width(dim: int) -> int:
 
 @lru_cache
 def signs(dim: int, device: torch.device) -> Tensor:
-    """The diagonal of S (W,), float32: 1 and -1, the same in every process; zeros beyond `dim`."""
+    """The diagonal of S (W,), float32: 1 and -1, always the same; zeros beyond `dim`."""
     drawn = torch.randint(2, (dim,), generator=torch.Generator("cpu").manual_seed(dim), device="cpu")
     # Kernels read float32, whatever the default dtype is at the first call.
     return pad(drawn.float() * 2 - 1, (0, width(dim) - dim)).to(device)
@@ -163,7 +162,7 @@ def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
 
 
 def largest(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest scores (..., N), ascending, the first of equal ones; -1 where it is `NONE`."""
+    """The places of the `count` largest scores (..., N), ascending, the first of equal ones; -1 for `NONE`."""
     keys = score.shape[-1]
     if not keys:
         return score.new_full((*score.shape[:-1], count), -1)

@@ -1,8 +1,8 @@
 """What a bias of distances adds to the importance of keys for a cohort.
 
 If scores and distances were independent inside a cohort, a key's importance `log E exp(q . k_j + b)` would be the sum
-of `log E exp(q . k_j)` and `log E exp(b)`. The second mean is over queries whose band does not hold the key: others do
-not need it in a list. It only orders keys, so blocks of `BLOCK` queries and keys suffice.
+of `log E exp(q . k_j)` and `log E exp(b)`. The second mean is over queries whose band lacks the key: others do not need
+it in a list. It only orders keys, so blocks of `BLOCK` queries and keys suffice.
 """
 
 import torch
@@ -19,9 +19,9 @@ BLOCK = 8
 
 
 def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: tuple[int, int] | None) -> Tensor:
-    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head, over the queries whose band lacks the key.
+    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head. Cost O(n H).
 
-    Sums over a cohort are correlations of its blocks with the table, cut at their rounding. Cost O(n H).
+    Sums over a cohort are correlations of its blocks with the table, cut at their rounding.
     """
     x, place = inputs, cohorts.place
     # A block begins with the first real token, so that padding before it changes nothing.

@@ -6,7 +6,7 @@ and one covariance W around the means, pooled over cohorts. So the importance of
 
     g_hj = log E exp(q . k_j) = m_h . k_j + k_j^T W k_j / 2.
 
-All in working precision, without gradient. Padding queries are in no cohort.
+All in working precision, without gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, member
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16
-"""The smallest cohort: preparing one does not pay for fewer queries."""
+"""The smallest cohort that pays for its preparation."""
 COHORTS_PER_QUERY = 3
 """The most cohorts, as a multiple of the queries of one: preparing costs by the cohort, attending by the query."""
 METRIC_SAMPLE = 256, 512
@@ -35,11 +35,11 @@ METRIC_SAMPLE = 256, 512
 
 @dataclass(frozen=True, eq=False)
 class Cohorts:
-    """H cohorts of at most M queries of a key head.
+    """H cohorts of at most M real queries of a key head; empty ones come last.
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
     `mean` m (B, Hkv, H, D), of scaled queries; `within` W (B, Hkv, D, D); `filled` (B, Hkv), int64: how many cohorts
-    have queries. Empty cohorts come last.
+    have queries.
     """
 
     place: Tensor

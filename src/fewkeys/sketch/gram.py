@@ -1,8 +1,4 @@
-"""Gram matrices of rows, and their inverse roots: the linear algebra of all scores of keys.
-
-Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled. `root64` first scales them to norms near one by
-powers of two: columns of very different size cost no accuracy.
-"""
+"""Gram matrices of rows, and their inverse roots."""
 
 import torch
 from torch import Tensor
@@ -22,7 +18,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of small matrices, summed in float64: the bits do not depend on the number of threads."""
+    """`left @ right` of small matrices in float64: the bits do not depend on the number of threads."""
     return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
@@ -45,18 +41,17 @@ def inverse_of(factor: Tensor) -> Tensor:
 
 
 def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
-    """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately. Never fails.
+    """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately.
 
     If rounding has made a semidefinite matrix indefinite, its eigenvalues below the ridge are raised to it, in float64.
     """
-    least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + torch.finfo(matrix.dtype).tiny
     root: Tensor
-    root, info = torch.linalg.cholesky_ex(matrix + least[..., None, None] * eye)
+    root, info = torch.linalg.cholesky_ex(matrix + torch.diag_embed(least.expand(matrix.shape[:-1])))
     if not bool((info > 0).any()):
         return root
     values, vectors = torch.linalg.eigh(matrix.double())
-    raised = vectors * values.maximum(least.double().unsqueeze(-1)).unsqueeze(-2) @ vectors.mT
+    raised = vectors * values.maximum(least.double()).unsqueeze(-2) @ vectors.mT
     mended, _ = torch.linalg.cholesky_ex(raised)
     return torch.where((info > 0)[..., None, None], mended.to(matrix.dtype), root)
 
@@ -68,12 +63,11 @@ def score_rows(rows: Tensor, root: Tensor) -> Tensor:
 
 def power_of_two(sizes: Tensor) -> Tensor:
     """The powers of two just above positive `sizes`, and 1 for zero: factors that do not round."""
-    exponent = torch.frexp(sizes).exponent
-    return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), torch.ones_like(sizes))
+    return torch.ldexp(torch.ones_like(sizes), torch.frexp(sizes).exponent)
 
 
 def gram64(rows: Tensor) -> Tensor:
-    """`K^T K` in float64, summed block by block: O(D^2) memory besides one block."""
+    """`K^T K` in float64, block by block: O(D^2) memory besides one block."""
     total = rows.new_zeros((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]), dtype=torch.float64)
     for part in rows.split(BLOCK, -2):
         total += gram(part.double())
@@ -83,8 +77,9 @@ def gram64(rows: Tensor) -> Tensor:
 def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the float64 Gram matrix of rows of `dtype`.
 
-    Directions in which the rows are below their own rounding count as absent, and their columns of W are zero: after
-    scaling the columns, a few units in the last place of `dtype` of the strongest direction.
+    Powers of two first scale the columns of the rows to norms near one, which costs no accuracy and changes no score.
+    Directions that are then below a few units in the last place of `dtype` of the strongest one are rounding: their
+    columns of W are zero.
     """
     scale = power_of_two(matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()).unsqueeze(-1)
     matrix = matrix / (scale * scale.mT)

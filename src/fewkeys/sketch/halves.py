@@ -53,7 +53,7 @@ def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tens
 
 
 def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
-    """The vector (R, 1, F) whose products with rows order the sets, from samples (R, s, F), those `real` (R, s)."""
+    """The vector (R, 1, F) whose products order rows, from samples (R, s, F), those `real` (R, s)."""
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
     longest = sample.square().sum(-1).argmax(1)

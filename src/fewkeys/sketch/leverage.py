@@ -1,8 +1,8 @@
 """Leverage scores: how much of a key's direction no other key has.
 
 `score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`. With weights `|s|^2` no query can give key j more
-attention than its score, so the keys with `score >= eps` hold every entry >= eps, for any query. The same holds for
-weights `|s|^p` and the l_p sensitivities, which lewis.py bounds from above.
+attention, so the keys with `score >= eps` hold every entry >= eps, for any query. The same holds for weights `|s|^p`
+and the l_p sensitivities, which lewis.py bounds from above.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Scores of all keys from two bits a number, with errors whose size is known whatever the keys are.
+"""Scores of all keys from two bits a number, with errors of known size whatever the keys are.
 
 The rotation of `fewkeys.sketch.codes` is fixed, so there are keys whose code hides them. Here keys are rotated first by
 a uniform orthogonal matrix Q, drawn for this call: k' = H S Q (k - m). The multiple of the code's levels whose error is

@@ -47,8 +47,8 @@ def members(label: Tensor, share: Tensor, count: int) -> Tensor:
 def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
 
-    In the order of their labels (B, H, N), rows form chunks of one label, each of which is a product of matrices. Cost
-    O(T M X) with T = N + count `CHUNK`, memory O(T (M + X)) for M up to `CHUNK`.
+    Each chunk of rows with one label (B, H, N) is a product of matrices. Cost O(T M X) with T = N + count `CHUNK`,
+    memory O(T (M + X)) for M up to `CHUNK`.
     """
     place, of_chunk = _chunks(label, count)
     chunks = torch.unflatten(take(pad(rows, (0, 0, 0, 1)), place), 2, (-1, CHUNK))

@@ -1,4 +1,4 @@
-"""Symmetric tensor powers: the features that turn an even power of a dot product into a square.
+"""Symmetric tensor powers, which turn an even power of a dot product into a square.
 
 For degree m the `C(d + m - 1, m)` features are `phi_a(k) = sqrt(m! / (a_1! ... a_d!)) k^a`, a a multi-index with
 |a| = m. By the multinomial theorem `<phi(k), phi(q)> = <k, q>^m`, so `<k, q>^(2m) = <phi(k), phi(q)>^2`.

@@ -1,13 +1,13 @@
 """For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
-are `e_hj = exp(t (g_hj - g_hc))`, t = 0.8, exponents clamped to +-2. Cohorts are narrow, so t is nearer to one than for
-an average that serves all queries (`fewkeys.sketch.clusters`).
+are `e_hj = exp(t (g_hj - g_hc))`, t = 0.8, exponents clamped to +-2. Cohorts are narrow: t is nearer to one than for
+all queries (`fewkeys.sketch.clusters`).
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ LARGEST_TILT = 2.0
 """No key outweighs another one of its cluster by more than e^4."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tilted:
+class Tilted(NamedTuple):
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
     Without gradient, (B, Hkv, H, C): `mass`; `energy`, of `k_j^T W k_j`; `size`, how many keys; `level`, g_hc. With
@@ -73,11 +72,7 @@ class TiltArgs:
     totals: Totals
 
 
-Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""The fields of `Tilted`, in order."""
-
-
-def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
     facts, label = args.facts, args.facts["label"]
     centred, values = working(key) - facts["middle"], working(value)
     with constants():
@@ -90,7 +85,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
     mass, half_energy, key_sum, value_sum = sums.split([1, 1, centred.shape[-1], values.shape[-1]], -1)
     mass, energy = mass.detach().squeeze(-1), 2 * half_energy.detach().squeeze(-1)
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
-    return mass, energy, size, key_sum, value_sum, level, products
+    return Tilted(mass, energy, size, key_sum, value_sum, level, products)
 
 
 def _numbers(half_variance: Tensor) -> Tensor:
@@ -121,11 +116,10 @@ def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
     return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
-def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
-    def kernel(key: Tensor, value: Tensor) -> Sums:
+def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
+    def kernel(key: Tensor, value: Tensor) -> Any:
         return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
 
     if not wants_gradient(key, value):
-        return kernel(key, value)
-    sums: Sums = recomputed(kernel, partial(_by_torch, args=args), key, value, constant=(0, 1, 2, 5))
-    return sums
+        return Tilted(*kernel(key, value))
+    return Tilted(*recomputed(kernel, partial(_by_torch, args=args), key, value, constant=(0, 1, 2, 5)))
