@@ -65,10 +65,8 @@ class Leverage(Selector):
 
     def _scores(self, inputs: Inputs) -> Tensor:
         """Scores (B, Hkv, N), float64, of this process's keys."""
-        rows, whole = working(inputs.key.detach()), inputs.whole
-        if self.centre:
-            rows = rows - (whole.totals.sum(rows.double().sum(-2, keepdim=True)) / whole.keys).to(rows.dtype)
-        return sensitivity_bounds(rows, self.power, whole.totals)
+        rows, totals = working(inputs.key.detach()), inputs.whole.totals
+        return sensitivity_bounds(centre(rows, None, totals) if self.centre else rows, self.power, totals)
 
     @property
     def alternatives(self) -> tuple[Selector, ...]:

@@ -115,7 +115,7 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
 def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
     """The cohorts of all processes' queries, with the places of this process's queries."""
     x, totals = inputs, inputs.whole.totals
-    key = key - totals.sum(key.sum(-2, keepdim=True)) / totals.sum(key.new_tensor(float(key.shape[2]))).clamp_min(1)
+    key = centre(key, None, totals)
     metric = totals.sum(key.mT @ key)
     total = x.whole.queries * x.gqa_ratio
     count = _at_most(count, total)

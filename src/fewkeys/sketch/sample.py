@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.rows import marked_places
+from fewkeys.core.totals import WHOLE, Totals
 
 PART = 4
 """Samples have one in so many keys, within bounds."""
@@ -54,9 +55,8 @@ def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
     return Subset(stride, -inputs.whole.first_key % stride)
 
 
-def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
+def centre(rows: Tensor, valid: Tensor | None, totals: Totals = WHOLE) -> Tensor:
     """Rows (B, H, N, D) minus the mean of the real ones, which `valid` (B, N) marks; the others are zero."""
-    if valid is None:
-        return rows - rows.mean(-2, keepdim=True)
-    mean = rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
-    return (rows - mean).masked_fill(~valid[:, None, :, None], 0.0)
+    count = rows.new_full((), rows.shape[2]) if valid is None else valid.sum(-1)[:, None, None, None]
+    rows = rows - totals.sum(rows.sum(-2, keepdim=True)) / totals.sum(count).clamp_min(1)
+    return rows if valid is None else rows.masked_fill(~valid[:, None, :, None], 0.0)
