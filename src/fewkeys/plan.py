@@ -23,11 +23,11 @@ FILE = "plan.json"
 MODEL_FILE = "model_plan.json"
 """The file of a `ModelPlan`."""
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""A budget has `COHORT_SLOTS / slots` cohorts, at most `MOST_COHORTS`: more are not worth the time to prepare them."""
+"""The most cohorts of a budget, and the most times its slots: more are not worth the time to prepare them."""
 MOST_RANK = 8
 """The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
 OWN_BLOCK = BLOCK // 2 + 1
-"""Keys of the unfinished block that a query of a scan keeps, on average, rounded up."""
+"""Keys of the unfinished block that a query of a scan keeps on average, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class Plan:
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `plan.json` and learned tensors into `directory` (made if missing): each file whole or not at all.
+        """Write `plan.json` and learned tensors into `directory` (made if missing), each file whole or not at all.
 
-        `TypeError` for a part of your own that no catalogue lists, since it could not be loaded again.
+        `TypeError` for a part that no catalogue lists, since it could not be loaded again.
         """
         data = self.to_dict()
         check_listed(self)
@@ -249,5 +249,5 @@ def _cohort_split(slots: int) -> tuple[int, int, int]:
 
 
 def _shared_split(slots: int) -> tuple[int, int, int]:
-    """The same with a list that all queries share. Below 12 slots, one more mean is worth more than a window."""
+    """The same with one list. Below 12 slots, one more mean is worth more than a window."""
     return (slots * 3 // 16, slots // 4 | 1, slots // 8) if slots >= 12 else (max(1, slots // 4), 0, slots // 8)

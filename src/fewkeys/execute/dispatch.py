@@ -1,7 +1,4 @@
-"""Chooses the executor: one switch, `impl`, and no silent fallback.
-
-All executors give the same answer up to rounding, at different speeds.
-"""
+"""Chooses the executor: one switch, `impl`, and no silent fallback."""
 
 from typing import Protocol
 
@@ -30,9 +27,9 @@ def attend(problem: Problem) -> Tensor:
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:
-    """The name of the executor, and why `"auto"` does not take the compiled kernels, if it does not.
+    """The name of the executor, and why `"auto"` takes `"torch"` and not `"native"`, if it does.
 
-    `"auto"` takes `"native"` where it can answer, else `"torch"`. Raises `ValueError` where another one cannot.
+    Raises `ValueError` where another one cannot answer.
     """
     impl = problem.inputs.impl
     if impl == "auto":

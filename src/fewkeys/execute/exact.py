@@ -18,15 +18,14 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 
 ROWS = 512
-"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip keys after
-the last of them, as torch's own causal kernel does, which knows neither padding nor queries that begin late.
+"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip later
+keys, as torch's own causal kernel does, which knows neither padding nor queries that begin late.
 """
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
-    """The output (B, Hq, Nq, Dv), `Softmax` through torch's fused kernels; dense under `impl="reference"`.
-
-    Queries that see no key give zero. Inputs are rescaled where hidden scores could overflow.
+    """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, dense
+    under `impl="reference"`. Inputs are rescaled where hidden scores could overflow.
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
         return _attend(inputs, weights)

@@ -38,7 +38,7 @@ class Problem:
 
 
 def prepare(inputs: Inputs, plan: Plan) -> Problem:
-    """The problem of the executor: the kept keys and the stand-ins."""
+    """The problem of a plan."""
     graph = select(inputs, plan)
     x = graph.inputs
     problem = Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
@@ -51,8 +51,7 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
 def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
-    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph: their first
-    `placeholders` queries stand for earlier tokens.
+    Stand-ins that are built block by block begin at the first token, and so do the inputs of the graph.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")

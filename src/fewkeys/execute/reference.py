@@ -1,7 +1,6 @@
-"""The definition of a plan, on dense matrices: what every test compares with.
+"""The definition of a plan, on dense matrices in working precision: what every test compares with.
 
-Every query is scored against every key under the graph's mask. Stand-ins are further columns. float32, or float64 for
-float64 input, whatever the other dtypes.
+Every query is scored against every key under the graph's mask. Stand-ins are further columns.
 """
 
 from typing import NamedTuple
@@ -36,7 +35,7 @@ def attend_in_pieces(problem: Problem) -> Tensor:
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
-    """The output of queries start .. stop - 1, in working precision."""
+    """The output of queries start .. stop - 1."""
     x, s, kernel = problem.inputs, problem.stand_ins, problem.weights.kernel
     query, kept = working(x.query[:, :, start:stop]) * x.scale, problem.graph.mask(start, stop)
     key, value = _by_query_head(x, x.key), _by_query_head(x, x.value)

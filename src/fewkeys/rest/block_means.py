@@ -27,9 +27,9 @@ class BlockMeans(CountedRest):
 
         a_c = max(c, floor(s^(c / count)))   c = 1 .. count
 
-    blocks before its own: with s <= `count` each is one block. A range weighs `size f(q . mean key)`, size the number
-    of its keys that the query did not keep; its means are those of all its keys. Without causality all queries have
-    `count` ranges of equal length. Strictly causal.
+    blocks before its own: with s <= `count` each is one block. A range weighs `f(q . mean key)` times the number of its
+    keys that the query did not keep; its means are those of all its keys. Without causality all queries have `count`
+    ranges of equal length. Strictly causal.
 
     Slots: count. Cost O(n (D + Dv)) for the sums, O(n count / 32 (D + Dv)) for the means. Gradients flow through them.
     """

@@ -20,8 +20,8 @@ class RunningMeans(CountedRest):
 
     Beside `RecentBlocks`, with or without `Sinks`. When a block of queries begins, a summary of `count` means absorbs
     the keys that no list holds any more, and merges the means whose merging costs least in the metric of the queries
-    before the block (`fewkeys.past.summary` has the equations). Results are the same whether a sequence comes whole, in
-    pieces (`fewkeys.stream`) or token by token.
+    before the block (`fewkeys.past.summary` has the equations). Sequences may come whole, in pieces (`fewkeys.stream`)
+    or token by token.
 
     Memory for a whole sequence is count / block times that of the keys and values. Slots: count. Cost
     O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through clusters and weights.

@@ -18,12 +18,12 @@ from fewkeys.select.controls import uniform
 class UniformSample(CountedRest):
     """`count` keys drawn uniformly from those not kept, each weighted by the size of its share.
 
-    The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size;
-    the first key of each share stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep
-    no further keys, and exact if there are at most `count` such keys.
+    The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size; the
+    first key of each stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep no further
+    keys, and exact for at most `count` such keys.
 
-    Slots: count. Draws from the call's `generator` (seed 0 if none is given). Gradients flow through the sampled keys
-    and values. Not causal. Source: the residual of HyperAttention (arXiv 2310.05869).
+    Slots: count. Draws from the call's `generator` (default: seed 0). Gradients flow through the sampled keys and
+    values. Not causal. Source: the residual of HyperAttention (arXiv 2310.05869).
     """
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:

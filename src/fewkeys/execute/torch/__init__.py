@@ -1,4 +1,4 @@
-"""Plans by operations of torch alone, in time and memory linear in the length; on every device, in every dtype."""
+"""Plans by operations of torch alone, in linear time and memory; on every device, in every dtype."""
 
 from fewkeys.execute.torch.by_block import attend, unsupported
 

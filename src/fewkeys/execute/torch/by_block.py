@@ -1,8 +1,8 @@
-"""The plan in time and memory linear in the number of tokens, in plain torch.
+"""Plans by blocks of queries at consecutive positions.
 
-Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
-product; the band is another, over overlapping views of the keys. Blocks are grouped into chunks that fit the cache.
-Graphs with rows (oracles) run through the reference, some queries at a time.
+What all queries of a head share (lists, stand-ins) is one matrix product; the band is another, over overlapping views
+of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference,
+some queries at a time.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Plans with lists for cohorts of queries, by operations of torch.
+"""Plans with lists for cohorts of queries.
 
-Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product for all of its
-queries. A band is one product for every block of consecutive queries: its scores join those of the cohorts, and its
-weights go back to the order of the queries. So do the masses of stand-ins under a bias of distances.
+Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product. A band is one
+product for every block of consecutive queries: its scores join those of the cohorts, and its weights go back to the
+order of the queries. So do the masses of stand-ins under a bias of distances.
 """
 
 from collections.abc import Iterator
@@ -102,7 +102,7 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
 class _Near:
     """The keys of a band around every query but those that its cohort's list holds.
 
-    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other; `width` keys are
+    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other, and the `width` keys
     around a block of consecutive queries.
     """
 
@@ -151,9 +151,8 @@ class _Near:
 
 
 class _Biases:
-    """What a bias of distances adds to the scores of lists, (B, Hkv, H, M, S), and does to the masses of stand-ins.
-
-    `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
+    """What a bias of distances adds to the scores of lists, `of_list` (B, Hkv, H, M, S), and does to the masses of
+    stand-ins. `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
     """
 
     def __init__(self, inputs: Inputs, distances: Distances, columns: Columns, place: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Plans whose queries choose keys by their codes: own blocks, chosen keys and means, some queries of a block at a time.
+"""Plans whose queries choose keys by their codes, some queries of a block at a time.
 
 Memory O(n (D + Dv)) beside the lists; gradients need more, since they store what is gathered.
 """

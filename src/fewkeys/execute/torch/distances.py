@@ -38,10 +38,11 @@ class Distances:
         return (logarithm(mass) + self.largest[chunk.heads][:, None, :, None, None]).flatten(1, 3)
 
     def mass(self, member: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
-        """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band.
+        """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band,
+        for blocks of queries from the place `first_key` on.
 
-        For blocks of queries from the place `first_key` on. The weights of the keys within `reach` are one small
-        matrix, the same for all blocks. Keys before and after have one bias each: prefix sums give their sums.
+        The weights of the keys within `reach` are one small matrix, the same for all blocks. Keys before and after have
+        one bias each: prefix sums give their sums.
         """
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
         width, device = self.size + 2 * self.reach, member.device

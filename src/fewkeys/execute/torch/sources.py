@@ -1,6 +1,5 @@
 """The sources of a row's entries: lists of keys, the band, the stand-ins.
 
-Each source gives the scores (H, M, width) of a chunk of queries, and mixes its values under their weights, (H, M, Dv).
 A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at the same
 positions stand together.
 """
@@ -25,7 +24,7 @@ from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Some consecutive blocks of queries of some heads (heads: batch x key heads, flattened)."""
+    """Some consecutive blocks of queries of some key heads, of all sequences."""
 
     heads: slice
     start: int  # first query
@@ -102,14 +101,14 @@ class Source(ABC):
 
     @abstractmethod
     def scores(self, chunk: Chunk) -> Tensor:
-        """Fresh scores (H, M, width); hidden entries are -inf."""
+        """Fresh scores (H, M, width) of a chunk of queries; hidden entries are -inf."""
 
     @abstractmethod
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         """The weighted sum of the source's values (H, M, Dv)."""
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
-        """How many keys each entry represents, (H, M or 1, width); None: one, or the scores include the number."""
+        """How many keys each entry represents, (H, M or 1, width); None: one, or scores include the number."""
         return None
 
 
@@ -139,7 +138,7 @@ def _gather(rows: Tensor, index: Tensor) -> Tensor:
 
 
 class Lists(KeySource):
-    """Lists of keys: one for every block of queries, or one that all queries of a head attend to."""
+    """Lists of keys: one for every block of queries, or one for all."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
         self.index, used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
