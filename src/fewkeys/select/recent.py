@@ -38,10 +38,10 @@ class RecentBlocks(Selector):
         before, after = self.blocks - 1, 0 if x.is_causal else self.blocks - 1
         start = (torch.arange(first, last + 1, device=device) - before) * self.size
         index = start[:, None] + torch.arange((before + 1 + after) * self.size, device=device)
-        used = ((index >= 0) & (index < x.keys)).expand(x.batch, x.kv_heads, -1, -1)
-        index = index.clamp(0, x.keys - 1).expand_as(used)
+        used, index = (index >= 0) & (index < x.keys), index.clamp(0, x.keys - 1)
         if x.valid is not None:
-            used = used & x.valid[:, None].expand(-1, x.kv_heads, -1).gather(-1, index.flatten(2)).view_as(index)
+            used = used & x.valid[:, None, index]
+        index, used = (rows.expand(x.batch, x.kv_heads, -1, -1) for rows in (index, used))
         return Graph(x, columns=Columns(index, used, self.size))
 
     def covers(self, inputs: Inputs) -> bool:

@@ -145,9 +145,8 @@ class _Near:
     def counts(self, stand_ins: CohortStandIns) -> Tensor:
         """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
         seen = self.scores > -torch.inf
-        label = stand_ins.label.gather(-1, self.position.flatten().expand(*seen.shape[:2], -1))
         counts = stand_ins.size.new_zeros((*seen.shape[:3], stand_ins.count))
-        return counts.scatter_add_(-1, label.view(seen.shape), seen.to(counts.dtype))
+        return counts.scatter_add_(-1, stand_ins.label[..., self.position], seen.to(counts.dtype))
 
 
 class _Biases:
