@@ -128,10 +128,10 @@ def represent(
         mass = _at_least_tiny(mass).unsqueeze(-1)
     args = x.key, x.value, label, share, count
     if rank:
-        key_sum, value_sum, products = sums_and_products(*args, frame(x).mean, x.impl)
+        sums, products = sums_and_products(*args, frame(x).mean, x.impl)
     else:
-        key_sum, value_sum = label_sums(*args, x.impl)
-    mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
+        sums = label_sums(*args, x.impl)
+    mean_key, mean_value = (totals.sum(part) / mass for part in sums.split([x.head_dim, x.value_dim], -1))
     if importance is None:
         return StandIns(mean_key, mean_value, label, share)
     units, moments = frame(x), query_moments(x)
