@@ -220,9 +220,9 @@ def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
 
 def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    totals, form = inputs.whole.totals, frame.form
+    totals = inputs.whole.totals
     key, value = (working(subset.take(rows.detach())) for rows in (inputs.key, inputs.value))
-    products = (key @ form.mT).sub_(frame.mean @ form.mT)
+    products = (key @ frame.form.mT).sub_(frame.shift.mT)
     on_query, on_value = products[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
     importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
     hidden = ~subset.real[:, None] if subset.real is not None else key.new_zeros((), dtype=torch.bool)
