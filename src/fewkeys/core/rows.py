@@ -1,14 +1,17 @@
 """Rows of tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows (B, H, N, D) at index (B, H, ...), int64: (B, H, ..., D). Whole rows move at once; gradients flow."""
-    batch, heads, count, dim = rows.shape
-    first = torch.arange(batch * heads, device=index.device).view(batch, heads, *[1] * (index.ndim - 2)) * count
+    """Rows (H.., N, D) at index (H.., ...), int64: (H.., ..., D). Whole rows move at once; gradients flow."""
+    *heads, count, dim = rows.shape
+    first = torch.arange(math.prod(heads), device=index.device) * count
+    first = first.view(*heads, *[1] * (index.ndim - len(heads)))
     return rows.reshape(-1, dim).index_select(0, (index + first).flatten()).view(*index.shape, dim)
 
 

@@ -36,7 +36,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
         order = (parts @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
         # Rows of a half stay in their old order.
         order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
-        rows = parts.gather(1, order.unsqueeze(-1).expand_as(parts)).reshape(rows.shape)
+        rows = take(parts, order).reshape(rows.shape)
         place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
         size //= 2
     return place.reshape(sets, count, size)
@@ -45,7 +45,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
 def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tensor, Tensor]:
     """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them."""
     real = (place >= 0).unsqueeze(-1)
-    sets = take(rows.unsqueeze(0), place.clamp_min(0).unsqueeze(0)).squeeze(0)
+    sets = take(rows, place.clamp_min(0))
     size = totals.sum(real.sum(2))
     mean = totals.sum((sets * real).sum(2)) / size.clamp_min(1)
     off = sets.sub_(mean.unsqueeze(2)).mul_(real).flatten(1, 2)
@@ -57,7 +57,7 @@ def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
     longest = sample.square().sum(-1).argmax(1)
-    along = sample.gather(1, longest[:, None, None].expand(-1, 1, sample.shape[-1])) @ metric
+    along = take(sample, longest.unsqueeze(1)) @ metric
     for _ in range(POWER):
         moved = (sample @ along.mT).mT @ sample
         along = moved @ metric
@@ -65,8 +65,7 @@ def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
         along = along / length.clamp_min(torch.finfo(sample.dtype).tiny)
     for _ in range(REFINE):
         order = (sample @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
-        left = order[:, : order.shape[1] // 2].unsqueeze(-1).expand(-1, -1, sample.shape[-1])
-        along = -sample.gather(1, left).sum(1, keepdim=True) @ metric
+        along = -take(sample, order[:, : order.shape[1] // 2]).sum(1, keepdim=True) @ metric
     return along
 
 
@@ -92,7 +91,7 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
         sample = totals.sum(sample[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
         real_rows = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
         along = _direction(sample, real_rows, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
-        score = (rows.flatten(1, 2) * along.gather(1, label.flatten(1).unsqueeze(-1).expand(-1, -1, dim))).sum(-1)
+        score = (rows.flatten(1, 2) * take(along, label.flatten(1))).sum(-1)
         left = smallest(score.unflatten(1, (runs, -1)), label, real, size // 2, totals)
         label, sets, size = 2 * label + ~left, 2 * sets, size // 2
     return label

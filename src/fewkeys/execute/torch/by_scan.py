@@ -57,7 +57,7 @@ class _Rows:
         last = min(x.keys, stop + x.offset) if x.is_causal else first
         near, far = slice(first, last), self.index[heads, :, start:stop].flatten(1, 2).long()
         chosen = far.clamp_min(0)
-        keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen.unsqueeze(1)).squeeze(1))
+        keys, values = self._read(lambda rows: take(rows[heads], chosen))
         near_keys, near_values = self._read(lambda rows: rows[heads, near])
         position = torch.arange(start, stop, device=far.device) + x.offset
         hidden = torch.arange(first, last, device=far.device) > position[:, None]
