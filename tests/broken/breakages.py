@@ -347,8 +347,8 @@ BREAKAGES = (
     Breakage(
         "gradients of the sums of cohorts: the products have none",
         "sketch/tilted.py",
-        "return mass, energy, size, key_sum, value_sum, level, products",
-        "return mass, energy, size, key_sum, value_sum, level, None",
+        "return Tilted(mass, energy, size, key_sum, value_sum, level, products)",
+        "return Tilted(mass, energy, size, key_sum, value_sum, level, None)",
         (SUMS,),
     ),
     Breakage(
