@@ -12,7 +12,7 @@ from fewkeys.execute import dispatch
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import backward
 from fewkeys.execute.problem import Problem
-from fewkeys.sketch.sums import sums_and_products
+from fewkeys.sketch.sums import label_sums
 from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, without
 
 pytestmark = needs_compiler
@@ -131,7 +131,7 @@ def test_gradients_of_sums(dtype):
 
     def summed():
         leaves = [x.clone().requires_grad_() for x in (key, value)]
-        actual = sums_and_products(*leaves, label, share, 5, key.float().mean(2, keepdim=True), "auto")
+        actual = label_sums(*leaves, label, share, 5, "auto", key.float().mean(2, keepdim=True))
         first = torch.autograd.grad(actual, leaves, push, create_graph=True)
         if dtype == torch.bfloat16:
             return *actual, *first

@@ -97,7 +97,7 @@ def test_other_builds_do_not_count(monkeypatch):
 def test_sums_are_counted(counting):
     """Every key once, and once more the sums of the only piece; they are all that is held."""
     key, value, share = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24), torch.ones(1, 2, 100)
-    native.label_sums(key, value, torch.zeros(1, 2, 100, dtype=torch.int64), share, 1)
+    native.label_sums(key, value, torch.zeros(1, 2, 100, dtype=torch.int64), share, 1, None)
     actual = native.counters()
     assert actual["multiply_adds"] == 2 * 100 * 32 + 2 * 32
     assert actual["bytes"] == 4 * (2 * 32 + torch.get_num_threads() * 64 * (16 + 32))

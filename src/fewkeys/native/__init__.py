@@ -9,7 +9,7 @@ from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, halve, tilt
 from fewkeys.native.extent import by_head, largest
-from fewkeys.native.keys import cluster, frame, label_sums, sums_and_products
+from fewkeys.native.keys import cluster, frame, label_sums
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -28,6 +28,5 @@ __all__ = [
     "missing",
     "readable",
     "suits",
-    "sums_and_products",
     "tilt",
 ]

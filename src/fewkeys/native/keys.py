@@ -10,24 +10,16 @@ from fewkeys.native.build import IndefiniteError, call
 from fewkeys.native.tensors import alike, sized, struct
 
 
-def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, **more: Tensor) -> Tensor:
-    """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N).
-
-    more: `middle` and `products` of `Sums`.
-    """
+def label_sums(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`sketch.sums.label_sums` in one pass."""
     key, value = alike(key, value)
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    args = struct("Sums")(**sized(key, value), **more, label=label, share=share, sums=sums, count=count)
-    call("fewkeys_label_sums", args, key.dtype)
-    return sums
-
-
-def sums_and_products(
-    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`label_sums`, and in the same pass `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D)."""
-    products = share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
-    return label_sums(key, value, label, share, count, middle=middle, products=products), products
+    products = None if middle is None else share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
+    tensors = {"label": label, "share": share, "sums": sums, "middle": middle, "products": products}
+    call("fewkeys_label_sums", struct("Sums")(**sized(key, value), **tensors, count=count), key.dtype)
+    return sums, products
 
 
 def frame(

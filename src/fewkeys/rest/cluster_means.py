@@ -19,7 +19,7 @@ from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
-from fewkeys.sketch.sums import label_sums, sums_and_products
+from fewkeys.sketch.sums import label_sums
 from fewkeys.sketch.tilted import COHORT_TILT, LARGEST_TILT, tilted_sums
 
 REACH = 0.25
@@ -126,11 +126,8 @@ def represent(
             share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
         mass = totals.sum(share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share))
         mass = _at_least_tiny(mass).unsqueeze(-1)
-    args = x.key, x.value, label, share, count
-    if rank:
-        sums, products = sums_and_products(*args, frame(x).mean, x.impl)
-    else:
-        sums = label_sums(*args, x.impl)
+    middle = frame(x).mean if rank else None
+    sums, products = label_sums(x.key, x.value, label, share, count, x.impl, middle)
     mean_key, mean_value = (totals.sum(part) / mass for part in sums.split([x.head_dim, x.value_dim], -1))
     if importance is None:
         return StandIns(mean_key, mean_value, label, share)
@@ -138,7 +135,7 @@ def represent(
     with constants():
         offset = mean_key - units.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
-    if not rank:
+    if products is None:
         return StandIns(mean_key, mean_value, label, share, bias)
 
     # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never stored.

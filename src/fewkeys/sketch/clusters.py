@@ -239,7 +239,7 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
         _, label = _nearest(on_query, on_value, centres, half)
-        total = label_sums(on_query, on_value, label, weight, count, inputs.impl)
+        total = label_sums(on_query, on_value, label, weight, count, inputs.impl)[0]
         mass, importance_sum = (
             weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)
         )

@@ -14,25 +14,19 @@ CHUNK = 32
 """Rows of one label that `sums_by_label` adds in one product."""
 
 
-def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, impl: Impl) -> Tensor:
+def label_sums(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, impl: Impl, middle: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) of keys (B, H, N, D) and values (B, H, N, Dv).
 
-    `label` (B, H, N), int64, and `share` (B, H, N) carry no gradient; keys and values do.
+    With middle (B, H, 1, D), also `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv). `label` (B, H, N), int64, `share`
+    (B, H, N) and middle carry no gradient; keys and values do.
     """
     if compiled(impl, key, value, share):
-        return native.label_sums(key, value, label, share, count)
+        return native.label_sums(key, value, label, share, count, middle)
     member = members(label, share, count).mT
-    return torch.cat([member @ working(key), member @ working(value)], -1)
-
-
-def sums_and_products(
-    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor, impl: Impl
-) -> tuple[Tensor, Tensor]:
-    """`label_sums`, and `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D) has no gradient."""
-    if compiled(impl, key, value, share, middle):
-        return native.sums_and_products(key, value, label, share, count, middle)
-    products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
-    return label_sums(key, value, label, share, count, impl), products
+    products = None if middle is None else ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
+    return torch.cat([member @ working(key), member @ working(value)], -1), products
 
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
