@@ -316,8 +316,9 @@ def test_float16_is_read_as_float32(plan, monkeypatch):
 def test_no_root_is_told():
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     lengths = torch.full((q.shape[0],), float(q.shape[2]))
-    assert native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=1e-6) is not None
-    assert native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=-2.0) is None
+    native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=1e-6)
+    with pytest.raises(build.IndefiniteError):
+        native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=-2.0)
 
 
 def test_mixed_precision_is_read_as_it_is(taken):

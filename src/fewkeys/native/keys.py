@@ -6,7 +6,7 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 import torch
 from torch import Tensor
 
-from fewkeys.native.build import IndefiniteError, call
+from fewkeys.native.build import call
 from fewkeys.native.tensors import alike, sized, struct
 
 
@@ -24,11 +24,11 @@ def label_sums(
 
 def frame(
     query: Tensor, key: Tensor, value: Tensor, asked: Tensor, real: Tensor, **numbers: float
-) -> dict[str, Tensor] | None:
+) -> dict[str, Tensor]:
     """`mean_query` and `second` of `sketch.clusters.QueryMoments`, and the other fields of `Frame`, by name.
 
     Of a sample of the queries (B, Hq, M, D); `asked` (B) of them count, and `real` (B) of the keys. `numbers`: fields
-    of `Framed`. None if rounding made a matrix indefinite.
+    of `Framed`. Raises `IndefiniteError` if rounding made a matrix indefinite.
     """
     query, key, value = alike(query, key, value)
     batch, heads, _, dim = key.shape
@@ -37,10 +37,7 @@ def frame(
     output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
     tensors = {"query": query, "asked": asked, "real": real, **output}
     sizes = {"gqa_ratio": query.shape[1] // heads, "queries": query.shape[2]}
-    try:
-        call("fewkeys_frame", struct("Framed")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
-    except IndefiniteError:
-        return None
+    call("fewkeys_frame", struct("Framed")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
     return output
 
 

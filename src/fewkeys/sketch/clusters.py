@@ -7,6 +7,7 @@ squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: 
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
+from fewkeys.native.build import IndefiniteError
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import Subset, sample, sample_keys
@@ -109,8 +111,9 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 def frame(inputs: Inputs) -> Frame:
     """The frame. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled_at_once(inputs) and (compiled := _compiled_frame(inputs, key, value)) is not None:
-        return compiled
+    if compiled_at_once(inputs):
+        with suppress(IndefiniteError):  # torch mends the matrix
+            return _compiled_frame(inputs, key, value)
     moments = query_moments(inputs)
     second, root = moments.second, triangular_root(moments.second, RIDGE)
     dtype, count = second.dtype, second.new_full((1, 1, 1, 1), inputs.whole.keys)
@@ -125,8 +128,8 @@ def frame(inputs: Inputs) -> Frame:
     return Frame(mean, value_mean, root, unit, form, form @ mean.mT)
 
 
-def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
-    """The frame and the query moments by a kernel; None if a factorisation needs torch."""
+def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame:
+    """The frame and the query moments by a kernel."""
     queries, count = _query_sample(inputs)
     real = inputs.keys if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1)
     asked, real = (
@@ -136,8 +139,6 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
         for part in (count, real)
     )
     statistics = native.frame(queries, key, value, asked, real, scale=inputs.scale, ridge=RIDGE)
-    if statistics is None:
-        return None
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
     inputs.remember((query_moments,), lambda: moments)
     return Frame(**statistics)
