@@ -78,10 +78,8 @@ def checked(
     how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
-        rows = query, key, value
-        if has_cohorts and not gives_way(plan, rows, *how):
-            return native.by_head(*rows)
-        return native.largest(*rows), rows
+        by_head = has_cohorts and not gives_way(plan, (query, key, value), *how)
+        return native.largest_and_rows(query, key, value, by_head)
 
     return check_inputs(query, key, value, look=look, clear=False, **options)
 

@@ -455,7 +455,7 @@ def test_threads_that_come_late_twice_are_not_waited_for_again(late, monkeypatch
     time.sleep(3)  # until it is forgotten how late a busy machine's own threads were
     largest = [float(rows.abs().max()) for rows in (q, k, v)]
     for calls in ([2], [2, 2], [2, 2]):
-        assert native.largest(q, k, v) == largest
+        assert native.largest_and_rows(q, k, v)[0] == largest
         assert late == calls
 
 
@@ -466,7 +466,7 @@ def test_the_largest_entries(bad, dtype):
     k, v = k.repeat(1, 1, 9, 1).mT.contiguous().mT, v.repeat(1, 1, 9, 1).transpose(0, 1).contiguous().transpose(0, 1)
     if bad is not None:
         v[-1, -1, -1, -1] = bad
-    actual, want = native.largest(q, k, v), largest_entries(q, k, v)
+    actual, want = native.largest_and_rows(q, k, v)[0], largest_entries(q, k, v)
     assert all(math.isfinite(each) for each in actual) == (bad is None)
     torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
 
@@ -474,13 +474,14 @@ def test_the_largest_entries(bad, dtype):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_the_rows_of_every_head_side_by_side(dtype):
     rows = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in SHAPES["grouped"].draw(dtype=dtype)]
-    sizes, copies = native.by_head(*rows)
-    assert sizes == native.largest(*rows)
+    sizes, copies = native.largest_and_rows(*rows, by_head=True)
+    assert sizes == native.largest_and_rows(*rows)[0]
     for copy, part in zip(copies, rows, strict=True):
         assert copy.is_contiguous()
         assert not part.is_contiguous()
         assert torch.equal(copy, part)
-    assert all(part.requires_grad for part in native.by_head(*(part.requires_grad_() for part in rows))[1])
+    rows = [part.requires_grad_() for part in rows]
+    assert all(part.requires_grad for part in native.largest_and_rows(*rows, by_head=True)[1])
 
 
 def test_whole_plans_with_and_without():

@@ -8,14 +8,13 @@ refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, halve, tilt
-from fewkeys.native.extent import by_head, largest
+from fewkeys.native.extent import largest_and_rows
 from fewkeys.native.keys import cluster, frame, label_sums
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
     "best",
     "best_codes",
-    "by_head",
     "cluster",
     "code_keys",
     "cohort_means",
@@ -24,7 +23,7 @@ __all__ = [
     "halve",
     "instruction_set",
     "label_sums",
-    "largest",
+    "largest_and_rows",
     "missing",
     "readable",
     "suits",

@@ -8,33 +8,34 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.validation import Rows as TensorRows
-from fewkeys.core.validation import largest_entries
+from fewkeys.core.validation import as_they_are
 from fewkeys.native.build import call
 from fewkeys.native.tensors import DTYPES, readable, sized, struct, wants_gradient
 
 
-def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
-    """`core.validation.largest_entries` of queries (B, Hq, Nq, D), keys (B, Hkv, Nk, D) and values of one dtype: in one
+def largest_and_rows(
+    query: Tensor, key: Tensor, value: Tensor, by_head: bool = False
+) -> tuple[list[float], TensorRows]:
+    """`core.validation.as_they_are` for queries (B, Hq, Nq, D), keys (B, Hkv, Nk, D) and values of one dtype: in one
     call of all threads, where torch makes three.
+
+    by_head: the rows are copies that are contiguous head by head, unless gradients are needed. In models the rows of
+    all heads of a token are contiguous, and the kernel reads them in this order. torch copies head by head, and waits
+    for memory at every row of a tensor that is larger than the cache.
     """
     rows = query, key, value
-    return _look(*rows) if _can_read(*rows) else largest_entries(*rows)
-
-
-def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], TensorRows]:
-    """`largest`, and copies of the rows that are contiguous head by head, unless gradients are needed.
-
-    In models the rows of all heads of a token are contiguous, and the kernel reads them in this order. torch copies
-    head by head, and waits for memory at every row of a tensor that is larger than the cache.
-    """
-    rows = query, key, value
-    if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
-        return largest(*rows), rows
-    sizes = [part.numel() for part in rows]
-    parts = _scratch(sum(sizes), query.dtype).split(sizes)
-    query_copy, key_copy, value_copy = (part.view(row.shape) for part, row in zip(parts, rows, strict=True))
-    entries = _look(*rows, query_copy=query_copy, key_copy=key_copy, value_copy=value_copy)
-    return entries, (query_copy, key_copy, value_copy)
+    if torch.compiler.is_dynamo_compiling() or query.dtype not in DTYPES or not readable(*rows):
+        return as_they_are(*rows)
+    fields = {**sized(key, value), "query": query, "queries": query.shape[2]}
+    if by_head and not wants_gradient(*rows) and not all(part.is_contiguous() for part in rows):
+        sizes = [part.numel() for part in rows]
+        parts = _scratch(sum(sizes), query.dtype).split(sizes)
+        first, second, third = (part.view(row.shape) for part, row in zip(parts, rows, strict=True))
+        fields |= {"query_copy": first, "key_copy": second, "value_copy": third}
+        rows = first, second, third
+    numbers = (ctypes.c_float * 3)()
+    call("fewkeys_extents", struct("Extents")(**fields, largest=ctypes.addressof(numbers)), query.dtype)
+    return list(numbers), rows
 
 
 _LARGEST_SCRATCH = 2**26
@@ -58,15 +59,3 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     if len(buffer) <= _LARGEST_SCRATCH and not _scratches:
         _scratches.append(buffer)
     return scratch[:size].view(dtype)
-
-
-def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return not torch.compiler.is_dynamo_compiling() and query.dtype in DTYPES and readable(query, key, value)
-
-
-def _look(query: Tensor, key: Tensor, value: Tensor, **copies: Tensor) -> list[float]:
-    numbers = (ctypes.c_float * 3)()
-    queries = {"query": query, "queries": query.shape[2]}
-    args = struct("Extents")(**sized(key, value), **queries, **copies, largest=ctypes.addressof(numbers))
-    call("fewkeys_extents", args, query.dtype)
-    return list(numbers)
