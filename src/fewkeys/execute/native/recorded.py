@@ -61,13 +61,11 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor]) -> Tensor:
 
 def _make_room(size: int) -> None:
     """Forget the calls that were not repeated for longest, so that another one fits."""
-    known = list(_recordings.items())
-    count, size = len(known) + 1, size + sum(recording.bytes for _, recording in known if recording)
-    for form, recording in known:
-        if count <= MOST and size <= MOST_BYTES:
+    for form in list(_recordings):
+        held = [recording.bytes for recording in list(_recordings.values()) if recording]
+        if len(_recordings) < MOST and size + sum(held) <= MOST_BYTES:
             break
         _recordings.pop(form, None)
-        count, size = count - 1, size - (recording.bytes if recording else 0)
 
 
 def _is_plain(x: Inputs) -> bool:
