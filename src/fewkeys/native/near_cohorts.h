@@ -40,13 +40,9 @@ struct Surroundings {
 
   // Stores the partial results of a tile.
   void keep(const Tile &tile, const float *sums, const int64_t *query, int rows) {
-    float tops[TILE], weights[TILE];
-    for (int w = 0; w < WIDE; w++) {
-      store(tops + w * LANES, tile.sum[w] == 0.0f ? broadcast(-INFINITY) : tile.top[w]);
-      store(weights + w * LANES, tile.sum[w]);
-    }
     for (int i = 0; i < rows; i++) {
-      top[query[i]] = tops[i], sum[query[i]] = weights[i];
+      const float weights = tile.sum[i / LANES][i % LANES];
+      top[query[i]] = weights == 0.0f ? -INFINITY : tile.top[i / LANES][i % LANES], sum[query[i]] = weights;
       copy(&mixed[query[i] * wide], sums + i * wide, wide);
     }
   }
@@ -175,7 +171,7 @@ class BandAttention {
       const auto *hidden = (const int8_t *)&around.hidden[cohort[i] * p.keys + first[i]];
       const float top = around.top[row + i];
       float *scores = &score[i * most];
-      vec largest_of_lanes = broadcast(top), total = {};
+      vec largest_of_lanes = broadcast(top);
       for (int v = 0; v < count[i]; v += LANES) {
         const ivec is_seen = (lane + v < count[i]) & (load(hidden + v) == vec{});
         const vec x = is_seen ? load(scores + v) * p.scale : broadcast(-INFINITY);
@@ -183,13 +179,7 @@ class BandAttention {
         largest_of_lanes = max(largest_of_lanes, x);
       }
       const float largest = max_of_lanes(largest_of_lanes), least = largest == -INFINITY ? 0.0f : largest;
-      count_multiply_adds(2 * count[i]);
-      for (int v = 0; v < count[i]; v += LANES) {
-        const vec x = exponential(load(scores + v) - least);
-        store(scores + v, x);
-        total += x;
-      }
-      before[i] = top - least, of_cohort[i] = around.sum[row + i], sum[i] = sum_of_lanes(total);
+      before[i] = top - least, of_cohort[i] = around.sum[row + i], sum[i] = exponentials(scores, count[i], least);
     }
     for (int v = 0; v < TILE; v += LANES) {
       const vec share = exponential(load(before + v)), all = load(of_cohort + v) * share + load(sum + v);

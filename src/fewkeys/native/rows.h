@@ -85,6 +85,18 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
     for (int i = 0; i < count; i++) into[d] += to_float(row[i][d]) * weight[i];
 }
 
+// Turns the scores of a query into weights, in whole vectors, and returns their sum.
+static inline float exponentials(float *score, int64_t count, float top) {
+  count_multiply_adds(count);
+  vec sum = {};
+  for (int64_t v = 0; v < count; v += LANES) {
+    const vec x = exponential(load(score + v) - top);
+    store(score + v, x);
+    sum += x;
+  }
+  return sum_of_lanes(sum);
+}
+
 // Prefetches memory, to read or to write, into the first-level cache (3) or the second-level cache (2).
 template <int cache = 3, bool to_write = false>
 static inline void prefetch(const void *from, int64_t bytes) {

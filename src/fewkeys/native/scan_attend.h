@@ -104,14 +104,7 @@ class ScanAttention {
     vec largest = broadcast(top[q]);
     for (int64_t v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
     raise(q, max_of_lanes(largest));
-    count_multiply_adds(count);
-    vec mass = {};
-    for (int64_t v = 0; v < whole; v += LANES) {
-      const vec x = exponential(load(&logit[v]) - top[q]);
-      store(&logit[v], x);
-      mass += x;
-    }
-    sum[q] += sum_of_lanes(mass);
+    sum[q] += exponentials(logit.data(), whole, top[q]);
     for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= past_scale[at[c] * p.scales.row + 1];
     for (int64_t c = 0; c < count; c++) row[c] = past_value + at[c] * p.value.row;
     for (int64_t c = 0; c < count; c += 2 * FOUR)
