@@ -37,31 +37,30 @@ static inline uint32_t bits_above(const int16_t *score, int16_t least) {
 }
 
 // Writes the numbers of a block whose bits are set side by side. What follows them in `to` may be overwritten.
-static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
-#if defined(__AVX512VBMI2__)
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
-#else
+template <class T>
+static inline void pack(const T *number, uint32_t bits, T *to) {
   for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
+}
+#if defined(__AVX512VBMI2__)
+static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
+}
 #endif
+#if defined(__AVX512F__)
+static inline void pack(__m512i low, __m512i high, uint32_t bits, int32_t *to) {
+  const uint32_t half = bits & 0xffff;
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, low));
+  _mm512_storeu_si512(to + __builtin_popcount(half), _mm512_maskz_compress_epi32(bits >> 16, high));
 }
 static inline void pack(const int32_t *number, uint32_t bits, int32_t *to) {
-#if defined(__AVX512F__)
-  const uint32_t half = bits & 0xffff;
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, _mm512_loadu_si512(number)));
-  to += __builtin_popcount(half);
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits >> 16, _mm512_loadu_si512(number + 16)));
-#else
-  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
-#endif
+  pack(_mm512_loadu_si512(number), _mm512_loadu_si512(number + LANES), bits, to);
 }
+#endif
 
 // Writes the positions of a block's keys whose bits are set.
 static inline void pack_places(int32_t first, uint32_t bits, int32_t *to) {
 #if defined(__AVX512F__)
-  const __m512i low = (__m512i)(count_up() + first), high = (__m512i)(count_up() + first + LANES);
-  const uint32_t half = bits & 0xffff;
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, low));
-  _mm512_storeu_si512(to + __builtin_popcount(half), _mm512_maskz_compress_epi32(bits >> 16, high));
+  pack((__m512i)(count_up() + first), (__m512i)(count_up() + first + LANES), bits, to);
 #else
   for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
 #endif
