@@ -418,7 +418,7 @@ BREAKAGES = (
     Breakage(
         "products of cohorts: every key weighs one",
         "native/tilts.h",
-        "scale(&weighted[j * deep], keys.weight[j], deep)",
+        "scale(&weighted[j * deep], sum_of_lanes(weight), deep)",
         "scale(&weighted[j * deep], 1.0f, deep)",
         (SUMS,),
     ),

@@ -49,91 +49,97 @@ struct ByCluster {
   aligned_vector<int32_t> rank, next;
 };
 
-// Reads the keys of a cluster, CHUNK at a time, and computes their weights e for every cohort.
+// The sums of one cluster of keys at a time, of which CHUNK are read at once.
 template <class T>
-class Cluster {
+class Tilting {
  public:
-  const int64_t dim, value_dim, deep, both;   // deep: a padded key; both: a padded key and a padded value
-  std::vector<CohortLanes> cohorts;           // tile by tile
-  Floats level;                               // g_hc of every cohort
-  Floats row;                                 // (CHUNK, both): centred keys, values
-  Floats score;                               // e (tiles, CHUNK, TILE)
-  float half_variance[CHUNK], weight[CHUNK];  // k^T W k / 2, and the sum of e over all cohorts
+  explicit Tilting(const Tilts &p)
+      : p(p), dim(p.dim), deep(round_up(dim)), wide(round_up(p.value_dim)), both(deep + wide),
+        lanes(round_up(p.cohorts, LANES)), cohorts(divide_up(p.cohorts, TILE), CohortLanes(dim)),
+        level(cohorts.size() * TILE), row(CHUNK * both), score(cohorts.size() * CHUNK * TILE), mass(lanes),
+        energy(lanes), sums(lanes * both), weighted(CHUNK * deep) {}
 
-  explicit Cluster(const Tilts &p)
-      : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
-        cohorts(divide_up(p.cohorts, TILE), CohortLanes(dim)), level(cohorts.size() * TILE), row(CHUNK * both),
-        score(cohorts.size() * CHUNK * TILE), p(p) {}
+  // Computes the sums of a cluster. `products` (D, Dv) is padded in both dimensions.
+  void add_up(const ByCluster &order, int64_t of, int64_t cluster, float *products) {
+    if (head != of) take_head(of);
+    const int64_t end = order.begin[cluster + 1];
+    find_level(order, cluster);
+    for (auto *numbers : {&mass, &energy, &sums}) std::fill(numbers->begin(), numbers->end(), 0.0f);
+    for (int64_t at = order.begin[cluster], chunk = order.chunk[cluster]; at < end; at += CHUNK, chunk++) {
+      const int count = std::min<int64_t>(CHUNK, end - at);
+      look(order, at, end, chunk, count);
+      for (int64_t i = 0; i < p.cohorts; i += SOME)
+        mix(row.data(), both, count, both, &score[i / TILE * CHUNK * TILE + i % TILE], TILE, &sums[i * both], both);
+      total(count);
+      if (products) multiply(count, products);
+    }
+    order.count_left(cluster, p.cohorts, left);
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      const int64_t to = (head * p.cohorts + h) * p.count + cluster;
+      p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = level[h], p.size[to] = left[h];
+      std::copy_n(&sums[h * both], dim, p.key_sum + to * dim);
+      std::copy_n(&sums[h * both + deep], p.value_dim, p.value_sum + to * p.value_dim);
+    }
+  }
 
-  void take(const ByCluster &keys, int64_t of, int64_t cluster) {
-    if (head != of)
-      for (int64_t t = 0; t < (int64_t)cohorts.size(); t++)
-        cohorts[t].read(p.mean + of * p.cohorts * dim, p.cohorts, t, dim);
-    first_key = p.key.at<T>(of, 0), first_value = p.value.at<T>(of, 0);
-    head = of, order = keys.place.data(), at = keys.begin[cluster], end = keys.begin[cluster + 1];
-    kept = keys.kept.data(), kept_begin = &keys.kept_begin[keys.chunk[cluster]];
+ private:
+  const Tilts &p;
+  const int64_t dim, deep, wide, both, lanes;  // deep: a padded key; wide: a padded value; both: deep + wide
+  std::vector<CohortLanes> cohorts;            // tile by tile
+  Floats level;                                // g_hc of every cohort
+  Floats row;                                  // (CHUNK, both): centred keys, values
+  Floats score;                                // e (tiles, CHUNK, TILE)
+  Floats mass, energy, sums, weighted;
+  std::vector<int32_t> left;
+  float half_variance[CHUNK];  // k^T W k / 2
+  int64_t head = -1;           // whose cohorts `cohorts` has
+  const T *first_key = nullptr, *first_value = nullptr;  // of the head
+
+  const T *key(int64_t j) const { return first_key + j * p.key.row; }
+  const T *value(int64_t j) const { return first_value + j * p.value.row; }
+
+  void take_head(int64_t of) {
+    head = of, first_key = p.key.at<T>(head, 0), first_value = p.value.at<T>(head, 0);
+    for (size_t t = 0; t < cohorts.size(); t++) cohorts[t].read(p.mean + head * p.cohorts * dim, p.cohorts, t, dim);
   }
 
   // level <- g_hc, from the mean key and the mean of k^T W k / 2.
-  void find_level() {
+  void find_level(const ByCluster &order, int64_t cluster) {
+    const int64_t begin = order.begin[cluster], end = order.begin[cluster + 1];
     std::fill_n(row.begin(), deep, 0.0f);
     float quad = 0.0f;
-    for (int64_t i = at; i < end; i++) {
-      prefetch(key(order[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
-      add(row.data(), key(order[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
-      quad += p.half_variance[head * p.keys + order[i]];
+    for (int64_t i = begin; i < end; i++) {
+      prefetch(key(order.place[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
+      add(row.data(), key(order.place[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
+      quad += p.half_variance[head * p.keys + order.place[i]];
     }
-    const float size = std::max<int64_t>(1, end - at);
+    const float size = std::max<int64_t>(1, end - begin);
     for (int64_t d = 0; d < dim; d++) row[d] /= size;
     for (size_t t = 0; t < cohorts.size(); t++)
       dots(row.data(), deep, 1, dim, cohorts[t].means.data(), &level[t * TILE], cohorts[t].used);
     for (float &one : level) one += quad / size;
   }
 
-  // Reads the next keys and computes their weights; returns their number.
-  int look() {
-    const int count = std::min<int64_t>(CHUNK, end - at);
-    const int32_t *place = order + at;
+  // Reads the keys of a chunk and computes their weights e for every cohort.
+  void look(const ByCluster &order, int64_t at, int64_t end, int64_t chunk, int count) {
     for (int j = 0; j < count; j++) {
-      const int64_t ahead = place[std::min<int64_t>(j + AHEAD, end - at - 1)];
-      prefetch(key(ahead), dim * sizeof(T)), prefetch(value(ahead), value_dim * sizeof(T));
+      const int64_t place = order.place[at + j], ahead = order.place[std::min(at + j + AHEAD, end - 1)];
+      prefetch(key(ahead), dim * sizeof(T)), prefetch(value(ahead), p.value_dim * sizeof(T));
       float *to = &row[j * both];
-      copy_rows(key(place[j]), 0, 1, dim, deep, to);
+      copy_rows(key(place), 0, 1, dim, deep, to);
       add(to, p.middle + head * dim, -1.0f, dim);
-      copy_rows(value(place[j]), 0, 1, value_dim, both - deep, to + deep);
-      half_variance[j] = p.half_variance[head * p.keys + place[j]], weight[j] = 0.0f;
+      copy_rows(value(place), 0, 1, p.value_dim, wide, to + deep);
+      half_variance[j] = p.half_variance[head * p.keys + place];
     }
     for (size_t t = 0; t < cohorts.size(); t++) {
       dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
       weigh(t, count);
     }
-    if (!count) return 0;
-    for (int32_t i = kept_begin[0]; i < kept_begin[1]; i++) {
-      const auto [rank, cohort] = kept[i];
+    for (int32_t i = order.kept_begin[chunk]; i < order.kept_begin[chunk + 1]; i++) {
+      const auto [rank, cohort] = order.kept[i];
       score[(cohort / TILE * CHUNK + rank - at) * TILE + cohort % TILE] = 0.0f;
     }
-    kept_begin++;
-    for (size_t t = 0; t < cohorts.size(); t++)
-      for (int j = 0; j < count; j++) {
-        vec sum = {};
-        for (int v = 0; v < cohorts[t].used; v += LANES) sum += load(&score[(t * CHUNK + j) * TILE + v]);
-        weight[j] += sum_of_lanes(sum);
-      }
-    at += count;
-    return count;
   }
-
- private:
-  const Tilts &p;
-  int64_t head = -1, at = 0, end = 0;
-  const int32_t *order = nullptr;
-  const std::pair<int32_t, int32_t> *kept = nullptr;
-  const int32_t *kept_begin = nullptr;  // the entry of the next chunk
-
-  const T *first_key = nullptr, *first_value = nullptr;  // of the head
-
-  const T *key(int64_t j) const { return first_key + j * p.key.row; }
-  const T *value(int64_t j) const { return first_value + j * p.value.row; }
 
   // Turns the scores of a tile of cohorts into e. It is 0 in lanes without a cohort and for empty cohorts.
   void weigh(int64_t tile, int count) {
@@ -153,56 +159,25 @@ class Cluster {
       }
     }
   }
-};
 
-template <class T>
-class Tilting {
- public:
-  explicit Tilting(const Tilts &p)
-      : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, LANES)), mass(lanes), energy(lanes),
-        sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
-
-  // Computes the sums of one cluster. `products` (D, Dv) is padded in both dimensions.
-  void add_up(const ByCluster &order, int64_t head, int64_t cluster, float *products) {
-    const int64_t both = keys.both, deep = keys.deep;
-    keys.take(order, head, cluster);
-    keys.find_level();
-    for (auto *numbers : {&mass, &energy, &sums}) std::fill(numbers->begin(), numbers->end(), 0.0f);
-    while (const int count = keys.look()) {
-      for (int64_t i = 0; i < p.cohorts; i += SOME)
-        mix(keys.row.data(), both, count, both, &keys.score[i / TILE * CHUNK * TILE + i % TILE], TILE, &sums[i * both],
-            both);
-      total(count);
-      if (!products) continue;
-      for (int j = 0; j < count; j++) {
-        copy(&weighted[j * deep], &keys.row[j * both], deep);
-        scale(&weighted[j * deep], keys.weight[j], deep);
-      }
-      for (int64_t d = 0; d < deep; d += SOME)
-        mix(&keys.row[deep], both, count, wide, &weighted[d], deep, products + d * wide, wide);
+  // Adds the products of the keys of a chunk, times the sums of their weights, and of their values.
+  void multiply(int count, float *products) {
+    for (int j = 0; j < count; j++) {
+      vec weight = {};
+      for (int64_t v = 0; v < lanes; v += LANES) weight += load(&score[(v / TILE * CHUNK + j) * TILE + v % TILE]);
+      copy(&weighted[j * deep], &row[j * both], deep);
+      scale(&weighted[j * deep], sum_of_lanes(weight), deep);
     }
-    order.count_left(cluster, p.cohorts, left);
-    for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t to = (head * p.cohorts + h) * p.count + cluster;
-      p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = keys.level[h], p.size[to] = left[h];
-      std::copy_n(&sums[h * both], p.dim, p.key_sum + to * p.dim);
-      std::copy_n(&sums[h * both + deep], p.value_dim, p.value_sum + to * p.value_dim);
-    }
+    for (int64_t d = 0; d < deep; d += SOME)
+      mix(&row[deep], both, count, wide, &weighted[d], deep, products + d * wide, wide);
   }
-
- private:
-  const Tilts &p;
-  Cluster<T> keys;
-  const int64_t wide, lanes;
-  Floats mass, energy, sums, weighted;
-  std::vector<int32_t> left;
 
   void total(int count) {
     count_multiply_adds(count * lanes * 2);
     for (int64_t v = 0; v < lanes; v += LANES) {
-      const float *e = &keys.score[v / TILE * CHUNK * TILE + v % TILE];
+      const float *e = &score[v / TILE * CHUNK * TILE + v % TILE];
       vec all = load(&mass[v]), quad = load(&energy[v]);
-      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.half_variance[j];
+      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * half_variance[j];
       store(&mass[v], all), store(&energy[v], quad);
     }
   }
