@@ -172,8 +172,7 @@ class CohortMeans {
 };
 
 static void cohort_means(const CohortStandIns &p, int threads) {
-  const auto represent = [](CohortMeans &one, int64_t head) { one.represent(head); };
-  in_parallel(threads, p.heads, [&] { return CohortMeans(p); }, represent);
+  in_parallel(threads, p.heads, [&] { return CohortMeans(p); }, &CohortMeans::represent);
 }
 
 }  // namespace fewkeys

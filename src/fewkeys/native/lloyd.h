@@ -15,7 +15,7 @@ class Clustering {
         importance(keys), weight(p.sampled), order(p.sampled) {}
 
   // Finds the centres of a head.
-  void seek(int64_t head) {
+  void seek(int64_t head, int64_t) {
     real = real_keys(p.real, p.sample_key, head, p.sampled);
     for (int64_t first = 0; first < p.sampled; first += TILE) look(head, first);
     weigh();
@@ -25,8 +25,8 @@ class Clustering {
   }
 
   // Computes cluster, distance, spread and importance of a tile of all keys of a head.
-  void survey(int64_t head, int64_t first) {
-    const int64_t at = head * p.keys + first;
+  void survey(int64_t head, int64_t tile) {
+    const int64_t first = tile * TILE, at = head * p.keys + first;
     const int count = std::min<int64_t>(TILE, p.keys - first);
     float spread[TILE], nearest[TILE], square[TILE], *values = &lanes[dim * TILE];
     int32_t label[TILE];
@@ -146,10 +146,8 @@ class Clustering {
 
 template <class T>
 static void cluster(const Clustered &p, int threads) {
-  const auto seek = [](Clustering<T> &clustering, int64_t head, int64_t) { clustering.seek(head); };
-  const auto survey = [](Clustering<T> &clustering, int64_t head, int64_t tile) { clustering.survey(head, tile * TILE); };
-  in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Clustering<T>(p); }, Phase{1, seek},
-            Phase{divide_up(p.keys, TILE), survey});
+  in_phases(threads, p.heads, p.keys <= PIECE, [&] { return Clustering<T>(p); }, Phase{1, &Clustering<T>::seek},
+            Phase{divide_up(p.keys, TILE), &Clustering<T>::survey});
 }
 
 }  // namespace fewkeys

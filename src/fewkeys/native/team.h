@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdint>
 #include <ctime>
+#include <functional>
 #include <new>
 #include <thread>
 #include <utility>
@@ -192,7 +193,7 @@ ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int
   for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(batch)) < pieces;)
     for (int64_t piece = first; piece < std::min(pieces, first + batch); piece++) {
       Team::check();
-      run(worker, piece);
+      std::invoke(run, worker, piece);
     }
 }
 
@@ -242,13 +243,13 @@ static void in_phases(int threads, int64_t heads, bool small, NewWorker new_work
   if (small && heads >= team_size(threads))
     return in_parallel(threads, heads, new_worker, [&](auto &worker, int64_t head) {
       const auto run = [&](auto &phase) {
-        for (int64_t piece = 0; piece < phase.pieces; piece++) Team::check(), phase.run(worker, head, piece);
+        for (int64_t i = 0; i < phase.pieces; i++) Team::check(), std::invoke(phase.run, worker, head, i);
       };
       (run(phases), ...);
     });
   const auto share = [&](auto &phase) {
     in_parallel(threads, heads * phase.pieces, new_worker,
-                [&](auto &worker, int64_t i) { phase.run(worker, i / phase.pieces, i % phase.pieces); });
+                [&](auto &worker, int64_t i) { std::invoke(phase.run, worker, i / phase.pieces, i % phase.pieces); });
   };
   (share(phases), ...);
 }
