@@ -9,18 +9,17 @@ namespace fewkeys {
 class Subspace {
  public:
   explicit Subspace(const CohortStandIns &p)
-      : p(p), dim(p.dim), wide(p.value_dim), rank(p.rank), tall(round_up(dim)), across(round_up(wide)),
-        second(dim * tall), turned(tall * across), square(across * across), start(rank * wide), next(rank * wide) {
+      : p(p), dim(p.dim), wide(p.value_dim), rank(p.rank), across(round_up(wide)),
+        turned(round_up(dim) * across), square(across * across), start(rank * wide), next(rank * wide) {
     for (int64_t r = 0; r < rank; r++)
       for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
   }
 
-  // Writes the factors (D, r) and (r, Dv) of pooled products (D, Dv), padded in both dimensions. metric (D, D).
+  // Writes the factors (D, r) and (r, Dv) of padded pooled products (D, Dv). metric: in tiles of columns.
   void find(const float *metric, const float *pooled, float *left, float *right) {
-    for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
     std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
-    for (int64_t d = 0; d < tall; d += SOME)
-      mix(pooled, across, dim, across, &second[d], tall, &turned[d * across], across);
+    for (int64_t d = 0; d < dim; d += SOME)
+      mix(pooled, across, dim, across, metric + d / TILE * TILE * dim + d % TILE, TILE, &turned[d * across], across);
     for (int64_t e = 0; e < across; e += SOME)
       mix(turned.data(), across, dim, across, pooled + e, across, &square[e * across], across);
     std::copy(start.begin(), start.end(), right);
@@ -38,8 +37,8 @@ class Subspace {
 
  private:
   const CohortStandIns &p;
-  const int64_t dim, wide, rank, tall, across;
-  Floats second, turned, square, start, next;
+  const int64_t dim, wide, rank, across;
+  Floats turned, square, start, next;
 
   // Orthogonalises row r of `next` against the earlier rows and normalises it; zero if hardly anything is left.
   void straighten(int64_t r, float largest) {
@@ -73,7 +72,7 @@ class CohortMeans {
     float *first = p.left + head * p.cohorts * dim * p.rank, *right = p.right + head * p.cohorts * p.rank * wide;
     if (p.rank) {
       pool(head);
-      subspace.find(metric, pooled.data(), first, right);
+      subspace.find(within.data(), pooled.data(), first, right);
       to_columns(first, p.rank, left.data());
       for (int64_t r = 0; r < ranks; r += TILE)
         dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim], used(r));
