@@ -39,21 +39,7 @@ EXPORT(halve, Halves)
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
 // The instruction set that this library was compiled for, as `sets.py` names it.
-FEWKEYS_EXPORT const char *fewkeys_set() {
-#if defined(FEWKEYS_MATRIX)
-  return "amx";
-#elif defined(FEWKEYS_LEVELS)
-  return "vnni";
-#elif defined(__AVX512F__)
-  return "v4";
-#elif defined(__AVX2__)
-  return "v3";
-#elif defined(__ARM_NEON)
-  return "neon";
-#else
-  return "v2";
-#endif
-}
+FEWKEYS_EXPORT const char *fewkeys_set() { return FEWKEYS_SET; }
 
 // The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }

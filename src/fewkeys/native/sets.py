@@ -101,7 +101,8 @@ def compiler() -> list[str] | None:
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
     """The command that compiles a library of a set."""
-    return [*compiler, *FLAGS, *of.options, *more, str(HERE / "kernels.cpp"), "-o", into]
+    named = f'-DFEWKEYS_SET="{of}"'
+    return [*compiler, *FLAGS, *of.options, named, *more, str(HERE / "kernels.cpp"), "-o", into]
 
 
 def processor() -> str:
