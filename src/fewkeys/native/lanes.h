@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <new>
+#include <utility>
 #include <vector>
 #if defined(__SSE2__)
 #include <immintrin.h>

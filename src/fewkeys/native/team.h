@@ -9,7 +9,6 @@
 #include <functional>
 #include <new>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace fewkeys {
@@ -60,11 +59,11 @@ static void on_threads(int count, Work work) {
 // installed for the time of the call. Only the main thread requests it, so there is one at a time.
 class Watch {
  public:
-  static void next_call() { wanted() = true; }
-  static bool on() { return wanted(); }
+  static void next_call() { wanted = true; }
+  static bool on() { return wanted; }
   static bool seen() { return interrupted; }
 
-  Watch() : active(wanted()) {
+  Watch() : active(wanted) {
     interrupted = 0;
     struct sigaction ours = {};
     if (!active || sigaction(SIGINT, nullptr, &before)) return;
@@ -73,7 +72,7 @@ class Watch {
     if (active) sigaction(SIGINT, &ours, nullptr);
   }
   ~Watch() {
-    wanted() = false;
+    wanted = false;
     if (active) sigaction(SIGINT, &before, nullptr);
   }
 
@@ -85,23 +84,20 @@ class Watch {
     before.sa_handler(signal);
   }
   static inline volatile sig_atomic_t interrupted = 0;
-  static bool &wanted() {
-    static thread_local bool wanting = false;
-    return wanting;
-  }
+  static inline thread_local bool wanted = false;
 };
 
 class Team {
  public:
-  // Throws `Stopped` if another thread has failed or the call was interrupted.
-  static void check() {
-    if (current() && current()->over()) throw Stopped();
+  // Throws what stopped the team: a thread has failed, or the call was interrupted.
+  void check() const {
+    if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
+    if (outcome == FAILED || (watched && Watch::seen())) throw Stopped();
   }
 
   // Runs `work`; called on every thread of the team.
   template <class Run>
   void run(Run work) noexcept {
-    Team *outer = std::exchange(current(), this);
     try {
       work();
     } catch (const Stopped &) {
@@ -110,23 +106,11 @@ class Team {
     } catch (...) {
       outcome = FAILED;
     }
-    current() = outer;
-  }
-
-  // Throws what stopped the team; called on the caller's thread after all threads have ended.
-  void settle() const {
-    if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
-    if (over()) throw Stopped();
   }
 
  private:
   std::atomic<int> outcome{DONE};
   const bool watched = Watch::on();
-  bool over() const { return outcome.load(std::memory_order_relaxed) != DONE || (watched && Watch::seen()); }
-  static Team *&current() {
-    static thread_local Team *team = nullptr;
-    return team;
-  }
 };
 
 // Raises a number to at least `to`.
@@ -187,12 +171,12 @@ class Lateness {
 
 // Takes pieces on one thread, `batch` at once, until the thread's processor time is `until`; 0: no limit.
 template <class NewWorker, class Run>
-ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int64_t batch, int64_t until,
-                                 NewWorker &new_worker, Run &run) {
+ONE_COPY static void take_pieces(const Team &team, std::atomic<int64_t> &next, int64_t pieces, int64_t batch,
+                                 int64_t until, NewWorker &new_worker, Run &run) {
   auto worker = new_worker();
   for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(batch)) < pieces;)
     for (int64_t piece = first; piece < std::min(pieces, first + batch); piece++) {
-      Team::check();
+      team.check();
       std::invoke(run, worker, piece);
     }
 }
@@ -204,18 +188,18 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
   Team team;
   std::atomic<int64_t> next{0};
   const auto take = [&](int64_t until) {
-    team.run([&] { take_pieces(next, pieces, batch, until, new_worker, run); });
+    team.run([&] { take_pieces(team, next, pieces, batch, until, new_worker, run); });
   };
   // Not more threads than batches: waking a thread for nothing costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, divide_up(pieces, batch)));
   if (size == 1) {
     take(0);
-    return team.settle();
+    return team.check();
   }
   int64_t called = Lateness::now();
   if (const int64_t late = Lateness::expected(called)) {
     take(Lateness::worked() + late);
-    team.settle();
+    team.check();
     if (next >= pieces) return;
     called = Lateness::now();
   }
@@ -225,7 +209,7 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
     take(0);
   });
   Lateness::note(last - called, last);
-  team.settle();
+  team.check();
 }
 
 // A step of the work on every head: `run(worker, head, piece)` for its pieces, in any order.
@@ -243,7 +227,7 @@ static void in_phases(int threads, int64_t heads, bool small, NewWorker new_work
   if (small && heads >= team_size(threads))
     return in_parallel(threads, heads, new_worker, [&](auto &worker, int64_t head) {
       const auto run = [&](auto &phase) {
-        for (int64_t i = 0; i < phase.pieces; i++) Team::check(), std::invoke(phase.run, worker, head, i);
+        for (int64_t i = 0; i < phase.pieces; i++) std::invoke(phase.run, worker, head, i);
       };
       (run(phases), ...);
     });
