@@ -29,8 +29,7 @@ class NearWeights {
 
   // Begins a tile, before what its queries keep is subtracted from the masses of stand-ins.
   void begin(int64_t head) {
-    for (int c = 0; c < p.means; c++)
-      for (int v = 0; v < TILE; v += LANES) store(&mass[c * TILE + v], broadcast(p.total[head * p.means + c]));
+    for (int c = 0; c < p.means; c++) std::fill_n(&mass[c * TILE], TILE, p.total[head * p.means + c]);
   }
 
   // Scores of the band. A query that sees a key takes the key's share from the mass of its stand-in.
@@ -76,7 +75,7 @@ class NearWeights {
   void look_at_means(Tile &tile, int64_t head) {
     count_multiply_adds(p.means * TILE);
     for (int c = 0; c < p.means; c++) {
-      const float bias = p.bias[head * p.means + c];
+      const float bias = p.bias ? p.bias[head * p.means + c] : 0.0f;
       // A stand-in whose keys are all kept must have no weight at all; rounding leaves a small mass.
       const vec least = broadcast(ROUNDING * p.total[head * p.means + c]);
       float *to = &score[(p.entries + c) * TILE];

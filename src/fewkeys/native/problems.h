@@ -32,7 +32,7 @@ struct Near {
   const uint8_t *used;   // (B Hkv, entries): zero for unused entries
   const float *mean_key, *mean_value;       // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor;  // (B Hkv, D, rank), (B Hkv, rank, Dv)
-  const float *bias, *total, *factor;       // (B Hkv, means)
+  const float *bias, *total, *factor;       // (B Hkv, means); no bias: null
   const float *bounds;    // (B Hkv, 2, rank): middle and reach of the queries' coordinates
   const int64_t *label;   // (B Hkv, Nk)
   const float *share;     // (B Hkv, Nk); null for cohorts

@@ -60,10 +60,8 @@ def attend(problem: Problem) -> Tensor:
 def _tensors(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
     """The tensors of stand-ins, by their names in the kernels' arguments."""
     means = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
-    means |= {"factor": s.factor, "bounds": s.bounds}
-    if isinstance(s, CohortStandIns):
-        means |= {"bias": s.bias, "total": s.mass, "size": s.size}
-    else:
-        bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
-        means |= {"bias": bias, "total": s.total, "share": s.share}
+    means |= {"bias": s.bias, "factor": s.factor, "bounds": s.bounds}
+    means |= (
+        {"total": s.mass, "size": s.size} if isinstance(s, CohortStandIns) else {"total": s.total, "share": s.share}
+    )
     return {"label": s.label} | {name: part if part is None else part.float() for name, part in means.items()}
