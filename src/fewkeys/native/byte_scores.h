@@ -46,8 +46,8 @@ class Levels {
   // The levels of block b: (deep / DEEP, halves, DEEP / 4, KEYS, 4).
   const int8_t *of(int64_t b) const { return &level[b * 2 * deep * KEYS]; }
 
-  // Unpacks the levels of block b of a piece. Four dimensions of 16 keys are a row of a half. Each half has four keys of
-  // every eight: `finish` restores the order when it packs sums of both halves, which takes four from each in turn.
+  // Unpacks the levels of block b. Four dimensions of 16 keys are a row of a half. Each half has four keys of every
+  // eight: `finish` restores the order when it packs sums of both halves, which takes four from each in turn.
   void unpack(const Piece &piece, int64_t b) {
     const __m512i mask = _mm512_set1_epi32(0x0c030c03), numbers = _mm512_broadcast_i32x4(*(const __m128i *)number);
     const uint8_t *packed = piece.packed + piece.block[b] * wide / 2 * TABLE;

@@ -4,9 +4,9 @@
 // by tables; for many queries `byte_scores.h` is faster on processors that multiply bytes.
 //
 // A nibble is the code of two dimensions of a key. The products of two dimensions of a query with all 16 codes are a
-// table of 16 bytes in a register, and one shuffle looks up 16 keys. Entries are from 4 to 124, so the sum of two tables
-// fits into a byte. Pairs of bytes are added as 16-bit numbers, which wrap around. A second sum of the upper bytes alone
-// makes it possible to separate the two halves at the end.
+// table of 16 bytes in a register, and one shuffle looks up 16 keys. Entries are from 4 to 124, so the sum of two fits
+// into a byte. Pairs of bytes are added as 16-bit numbers, which wrap around. A second sum, of the upper bytes alone,
+// separates the two halves at the end.
 #pragma once
 #include "codes.h"
 
@@ -68,8 +68,7 @@ static inline eight scaled(eight a, eight b) {
 static inline uint32_t finish(const shorts (&all)[2], const shorts (&upper)[2], uint16_t middle, int16_t unit,
                               const int16_t *sigma, int16_t bound, int16_t *score) {
 #if defined(__AVX512BW__)
-  // Adds the upper to the lower 256 bits of two registers, then the parts of these two results: four registers become
-  // one.
+  // Adds the upper to the lower 256 bits of two registers, then the parts of both results: four registers become one.
   const auto of_two = [](shorts a, shorts b) {
     return _mm512_add_epi16(_mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0x44),
                             _mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0xee));

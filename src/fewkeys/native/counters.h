@@ -1,5 +1,5 @@
-// Counts the arithmetic of kernels and the bytes of their buffers, in builds with -DFEWKEYS_COUNT, so that tests see how
-// both grow with the length. In all other builds the calls below do nothing.
+// Counts the arithmetic of kernels and the bytes of their buffers, so that tests see how both grow with the length. Only
+// builds with -DFEWKEYS_COUNT count.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The largest magnitudes of queries, keys and values, and copies of their rows head by head, in one pass over memory.
+// The largest magnitudes of queries, keys and values (`fewkeys.core.validation.largest_entries`), and copies of their
+// rows head by head, in one pass over memory.
 #pragma once
 #include "lanes.h"
 

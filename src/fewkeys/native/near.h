@@ -132,8 +132,8 @@ class Columns {
     value = as_floats(p.value.at<T>(head, first), value_stride, count, p.value_dim, wide, copy.data() + count * p.dim);
   }
 
-  // Takes what all queries of a key head, or of a cohort, share: the list, the stand-ins, and the left and right factors
-  // of the first-order term. Unused entries of the list become zero.
+  // Takes what all queries of a key head, or of a cohort, share: the list, whose unused entries become zero, the
+  // stand-ins, and the factors of the first-order term.
   void gather(int64_t head) {
     const int64_t dim = p.dim, value_dim = p.value_dim, count = p.entries + p.means + p.rank;
     resize(count);

@@ -101,7 +101,8 @@ class CohortAttention {
   // The mass of a stand-in loses an equal part for each key in a query's window that the list does not have. The spare
   // row takes what is subtracted for hidden keys.
   void subtract_windows(const Surroundings &around, int64_t of, int rows) {
-    for (int64_t c = 0; c < p.means; c++) part[c] = p.total[of * p.means + c] / std::max(p.size[of * p.means + c], 1.0f);
+    const float *total = p.total + of * p.means, *size = p.size + of * p.means;
+    for (int64_t c = 0; c < p.means; c++) part[c] = total[c] / std::max(size[c], 1.0f);
     const uint8_t *hidden = &around.hidden[of % p.cohorts * p.keys];
     for (int i = 0; i < rows; i++) {
       const Window window(p, place[i] + p.offset, 1);

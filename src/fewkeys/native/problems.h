@@ -1,5 +1,6 @@
-// The arguments of the kernels. Python parses these structs from this file (`tensors.struct`). `heads`: of all sequences;
-// of attention those of the queries, else those of the keys. `real` (B, Nk) is zero for padding; null: no padding.
+// The arguments of the kernels, whose headers say what they compute. Python parses the structs from this file
+// (`tensors.struct`). `heads`: of all sequences; of attention those of the queries, else those of the keys. `real`
+// (B, Nk) is zero for padding; null: no padding.
 #pragma once
 #include <cstdint>
 
@@ -23,9 +24,8 @@ static inline const uint8_t *real_keys(const uint8_t *real, const Rows &rows, in
   return real ? real + head / rows.heads * keys : nullptr;
 }
 
-// Attention to a shared list of keys, a window of near keys and stand-ins (`fewkeys.rest.base.StandIns`). With cohorts,
-// every cohort counts as a head with its list and stand-ins; `cohorts` of them share a key head with its labels and
-// hidden keys.
+// `near.h`. With cohorts (`near_cohorts.h`), each counts as a head with its list and stand-ins; `cohorts` of them share
+// a key head with its labels and hidden keys.
 struct Near {
   Rows query, key, value, out;
   const int64_t *place;  // (B Hkv, entries): positions of the list's keys
@@ -46,6 +46,7 @@ struct Near {
   float scale;
 };
 
+// `Adder` of `keys.h`.
 struct Sums {
   Rows key, value;
   const int64_t *label;  // (B Hkv, Nk)
@@ -56,7 +57,7 @@ struct Sums {
   int64_t heads, keys, dim, value_dim, count;
 };
 
-// The largest magnitudes (`fewkeys.core.validation.largest_entries`), and copies with the rows of a head side by side.
+// `extent.h`.
 struct Extents {
   Rows query, key, value;
   void *query_copy, *key_copy, *value_copy;  // contiguous, of the same dtype; null: no copy
@@ -64,7 +65,7 @@ struct Extents {
   int64_t heads, queries, keys, dim, value_dim;
 };
 
-// Moments of queries, keys and values, and the metric that they give (`fewkeys.sketch.clusters.Frame`).
+// `frame.h`.
 struct Framed {
   Rows query, key, value;         // (B, Hq, M, D): a sample; padding of keys and values is zero
   const float *asked, *real;      // (B): numbers of queries and of keys of a head, without padding
@@ -76,7 +77,7 @@ struct Framed {
   float scale, ridge;
 };
 
-// k-means on a sample of the keys, and the cluster of every key (`fewkeys.sketch.clusters`). `real`: of the sample.
+// `lloyd.h`. `real`: of the sample.
 struct Clustered {
   Rows key, value, sample_key, sample_value;
   const uint8_t *real;
@@ -91,7 +92,7 @@ struct Clustered {
   float near;  // the least squared distance from a centre, relative to that from the mean
 };
 
-// Splits sets of rows into equal parts (`fewkeys.sketch.halves.split`).
+// `Halver` of `cohorts.h`.
 struct Halves {
   const float *rows;    // (B H, rows_each, dim)
   Rows key;             // float: their covariance is the metric
@@ -103,7 +104,7 @@ struct Halves {
   float scale;  // of rows, in `mean` and `within`
 };
 
-// The best keys of every cohort (`fewkeys.select.outliers`).
+// `Choosing` of `cohorts.h`.
 struct Best {
   Rows key;
   const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D)
@@ -117,7 +118,7 @@ struct Best {
   float near, power;  // the least distance, relative to the largest; the power of distances
 };
 
-// Sums over clusters, weighted for each cohort (`fewkeys.sketch.tilted.Tilted`).
+// `tilts.h`.
 struct Tilts {
   Rows key, value;
   const uint8_t *real;
@@ -137,7 +138,7 @@ struct Tilts {
   float tilt, largest;
 };
 
-// The stand-ins of cohorts, from the sums of `Tilts`, which are overwritten (`fewkeys.rest.cohort_means`).
+// `cohort_means.h`. The sums of `Tilts` are overwritten.
 struct CohortStandIns {
   const float *mass, *energy, *level, *together;  // as in `Tilts`
   const float *mean, *within;                     // (B Hkv, H, D), (B Hkv, D, D)
@@ -149,7 +150,7 @@ struct CohortStandIns {
   float tilt, largest_tilt, largest_spread, reach, least;
 };
 
-// The codes of keys (`fewkeys.sketch.codes.encode`).
+// `codes.h`.
 struct Coding {
   Rows key;
   const float *sign;    // (wide,)
@@ -160,7 +161,7 @@ struct Coding {
   int64_t heads, keys, dim, wide, blocks;
 };
 
-// The best keys of every query by codes (`fewkeys.sketch.codes.best`).
+// `code_scan.h`.
 struct Scan {
   Rows packed, sigma;   // uint8 (B, Hkv, blocks, wide / 2, 16), int16 (B, Hkv, 32 blocks): blocks of 32 keys
   Rows query;
@@ -171,7 +172,7 @@ struct Scan {
   int64_t heads, gqa_ratio, queries, keys, dim, wide, count;
 };
 
-// Attention to the keys that each query chooses, its unfinished block, and means (`fewkeys.select.key_scan`).
+// `scan_attend.h`.
 struct ScanAttend {
   Scan of;  // its `index` is not written
   Rows key, value, out;
@@ -179,8 +180,8 @@ struct ScanAttend {
   Rows total;            // (B, Hkv, blocks + 1, D + Dv), float64: sums of the keys and values before each block
   const double *size;    // (B, blocks + 1): numbers of keys before each block; null: no padding
   const int64_t *edges;  // (steps, means + 1): the first key of each range, and the end of the last
-  // (B, Hkv, 1, D or Dv): the last key and value, which are first stored in `key` and `value`; or null. Nothing is stored
-  // or computed if a magnitude in them or in the only query of a head exceeds the limit.
+  // (B, Hkv, 1, D or Dv): the last key and value, which are first stored in `key` and `value`; or null. Nothing is
+  // stored or computed if a magnitude in them or in the only query of a head exceeds the limit.
   Rows new_key, new_value;
   int64_t steps, means, blocks, value_dim, offset, causal;
   float scale, limit;

@@ -1,11 +1,10 @@
 // Attention of each query to the keys that it chose by their codes, to the unfinished block of keys that it is in, and
-// to means of all other keys.
+// to means of all other keys (`fewkeys.select.key_scan`).
 //
-// The chosen keys lie anywhere in memory, so several tiles of queries are processed together. First all their queries
-// choose keys. Then the keys are visited CHUNK by CHUNK, and every query attends to its chosen keys in the chunk while a
-// cache near the core holds it, with the dimensions in the lanes. Chunks begin at fixed positions, so that an output does
-// not depend on which queries are processed together. The queries of a tile share the unfinished block and the means, so
-// these are the columns of a tile, with the queries in the lanes.
+// The chosen keys lie anywhere in memory, so several tiles of queries are processed together. First all of them choose
+// keys. Then every query attends to its chosen keys CHUNK by CHUNK, while a cache near the core holds the chunk, with
+// the dimensions in the lanes. Chunks begin at fixed positions: no output depends on which queries are processed
+// together. A tile shares the unfinished block and the means, so these are its columns, with the queries in the lanes.
 #pragma once
 #include "code_scan.h"
 #include "extent.h"
@@ -243,10 +242,10 @@ static void store_new(const ScanAttend &p) {
   if (largest > limit) throw Large();
   for (int64_t head = 0; head < heads; head++) {
     const int64_t last = p.of.keys - 1;
-    const float of_key = store_row(p.new_key.at<T>(head, 0), p.of.dim, const_cast<R *>(p.key.at<R>(head, last)));
-    const float of_value = store_row(p.new_value.at<T>(head, 0), p.value_dim, const_cast<R *>(p.value.at<R>(head, last)));
+    const float of_key = store_row(p.new_key.at<T>(head, 0), p.of.dim, (R *)p.key.at<R>(head, last));
+    const float of_value = store_row(p.new_value.at<T>(head, 0), p.value_dim, (R *)p.value.at<R>(head, last));
     if (!p.scales.data) continue;
-    float *scale = const_cast<float *>(p.scales.at<float>(head, last));
+    float *scale = (float *)p.scales.at<float>(head, last);
     scale[0] = of_key, scale[1] = of_value;
   }
 }
@@ -290,7 +289,7 @@ static void scan_attend_rows(const ScanAttend &p, int threads) {
   by_tiles(
       p.of, threads, bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST),
       [&] { return ScanAttention<T, R>(p); },
-      [](ScanAttention<T, R> &worker, int64_t head, const Asking *tile, int tiles) { worker.attend(head, tile, tiles); });
+      [](auto &worker, int64_t head, const Asking *tile, int tiles) { worker.attend(head, tile, tiles); });
 }
 
 template <class T>

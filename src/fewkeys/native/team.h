@@ -24,8 +24,7 @@ constexpr int MOST_THREADS = 256;
 
 static inline int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
-// The entry point of the OpenMP library that torch has loaded, which `build.py` looks up: with torch's threads no second
-// set of threads competes for the cores.
+// The entry point of torch's OpenMP, which `build.py` looks up: no second set of threads competes for the cores.
 typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
 inline OpenMp open_mp = nullptr;
 
@@ -55,8 +54,8 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
-// Notices an interrupt (SIGINT) during one call, if the caller requests it: its handler, which calls the previous one, is
-// installed for the time of the call. Only the main thread requests it, so there is one at a time.
+// Notices an interrupt (SIGINT) during one call, if the caller requests it: for this time its handler, which calls the
+// previous one, is installed. Only the main thread requests it, so there is one at a time.
 class Watch {
  public:
   static void next_call() { wanted = true; }

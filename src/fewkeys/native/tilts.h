@@ -183,7 +183,7 @@ class Tilting {
   }
 };
 
-// The keys of a head by cluster, and sums over them in portions of clusters, whose number does not depend on the threads.
+// The keys of a head by cluster, and sums over portions of clusters, whose number does not depend on the threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size;
@@ -202,7 +202,7 @@ struct HeadSums {
   }
 };
 
-// If there are many heads, each thread takes whole heads, because starting all threads costs as much as several clusters.
+// If there are many heads, each thread takes whole heads: starting all threads costs as much as several clusters.
 template <class T>
 static void tilt(const Tilts &p, int threads) {
   struct Thread {
