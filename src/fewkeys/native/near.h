@@ -17,7 +17,7 @@ struct Window {
   static int64_t most(const Near &p, int rows) { return std::clamp<int64_t>(p.left + p.right + rows, 0, p.keys); }
 };
 
-// Turns products of queries and keys into weights, for one tile of queries at a time.
+// Turns scores into weights, for one tile of queries at a time.
 class NearWeights {
  public:
   Floats score, near;  // for the shared columns; for the band
@@ -80,7 +80,7 @@ class NearWeights {
       const vec least = broadcast(ROUNDING * p.total[head * p.means + c]);
       float *to = &score[(p.entries + c) * TILE];
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(&mass[c * TILE + v]) > least ? load(to + v) * p.scale + bias : broadcast(-INFINITY);
+        const vec x = load(&mass[c * TILE + v]) > least ? load(to + v) + bias : broadcast(-INFINITY);
         store(to + v, x);
         tile.top[w] = max(tile.top[w], x);
       }
@@ -111,7 +111,7 @@ class NearWeights {
       const vec reach = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
       float *to = &score[(p.entries + p.means + r) * TILE];
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec along = load(to + v) * p.scale - middle;
+        const vec along = load(to + v) - middle;
         store(to + v, -max(-max(along, -reach), -reach) * slope[w]);
       }
     }
@@ -188,12 +188,12 @@ class NearAttention {
     const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
     const int64_t key_head = head / p.gqa_ratio, position = first + p.offset;
     const Window window(p, position, rows);
-    to_lanes(p.query.at<T>(head, first), p.query.row, rows, p.dim, 1.0f, query.data());
+    to_lanes(p.query.at<T>(head, first), p.query.row, rows, p.dim, p.scale, query.data());
     shared.dots(query.data(), columns, weights.score.data());
     band.read(key_head, window.begin, window.count);
     band.dots(query.data(), window.count, weights.near.data());
 
-    Tile tile(p.scale);
+    Tile tile;
     weights.begin(key_head);
     weights.look_near(tile, key_head, position, window);
     weights.finish(tile, key_head, position, window.count);

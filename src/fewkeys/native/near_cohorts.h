@@ -62,10 +62,10 @@ class CohortAttention {
     for (int i = 0; i < rows; i++) prefetch<3, true>(&around.mixed[row[i] * around.wide], around.wide * sizeof(float));
     if (gathered != of) shared.gather(of), gathered = of;
     const int columns = p.entries + p.means + p.rank;
-    to_lanes(asking, rows, p.dim, 1.0f, query.data());
+    to_lanes(asking, rows, p.dim, p.scale, query.data());
     shared.dots(query.data(), columns, weights.score.data());
 
-    Tile tile(p.scale);
+    Tile tile;
     weights.begin(of);
     if (p.means) subtract_windows(around, of, rows);
     weights.finish(tile, of, 0, 0);

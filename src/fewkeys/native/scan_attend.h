@@ -132,7 +132,7 @@ class ScanAttention {
     score.resize((near + p.means) * TILE);
     dots(key.data(), dim, near + p.means, dim, lanes.data(), score.data(), rows <= TILE / 2 ? TILE / 2 : TILE);
 
-    Tile tile(1.0f);
+    Tile tile;
     int64_t last[TILE];
     for (int i = 0; i < TILE; i++) last[i] = i < rows ? asking.query(i) + p.offset : -1;
     hide(tile, head, last, asking.seen);

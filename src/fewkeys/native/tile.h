@@ -25,20 +25,19 @@ static const float *as_floats(const T *rows, int64_t &stride, int count, int dim
   return into;
 }
 
-// The state of a tile's softmax: the largest score and the sum of weights of every query. Scores are `scale` q . k.
+// The state of a tile's softmax: the largest score and the sum of weights of every query.
 struct Tile {
-  const float scale;
   vec top[WIDE], sum[WIDE] = {};
 
-  explicit Tile(float scale) : scale(scale) {
+  Tile() {
     for (int w = 0; w < WIDE; w++) top[w] = broadcast(-INFINITY);
   }
 
-  // Turns products with one key into scores. Only the queries low .. high see the key.
+  // Hides the scores of one key from all queries but low .. high.
   void show(float *score, ivec lane, int low, int high) {
     count_multiply_adds(TILE);
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = within(lane + v, low, high, load(score + v) * scale, broadcast(-INFINITY));
+      const vec x = within(lane + v, low, high, load(score + v), broadcast(-INFINITY));
       store(score + v, x);
       top[w] = max(top[w], x);
     }
