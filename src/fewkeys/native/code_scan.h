@@ -38,6 +38,8 @@ static inline std::vector<Asking> asking(const Scan &p) {
 template <class T>
 class Scanner {
  public:
+  Largest own[TILE];  // for the best keys of a tile
+
   explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1) {}
 
   // Writes the best keys of each query to `best`: of all that the tile sees, or of part `part` of `parts` equal parts.
@@ -155,16 +157,12 @@ static void by_tiles(const Scan &p, int threads, int64_t together, NewWorker new
 
 template <class T>
 static void scan_codes(const Scan &p, int threads) {
-  struct Worker {
-    Scanner<T> scanner;
-    Largest best[TILE];
-  };
   by_tiles(
-      p, threads, 1, [&] { return Worker{Scanner<T>(p), {}}; },
-      [&](Worker &worker, int64_t head, const Asking *tile, int) {
-        worker.scanner.choose(head, *tile, worker.best);
+      p, threads, 1, [&] { return Scanner<T>(p); },
+      [&](Scanner<T> &scanner, int64_t head, const Asking *tile, int) {
+        scanner.choose(head, *tile, scanner.own);
         for (int i = 0; i < tile->rows; i++) {
-          Largest &best = worker.best[i];
+          Largest &best = scanner.own[i];
           const int64_t query_head = head * p.gqa_ratio + tile->head(i);
           int32_t *to = p.index + (query_head * p.queries + tile->query(i)) * p.count;
           const int64_t count = best.finish();

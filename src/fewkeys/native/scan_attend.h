@@ -28,8 +28,8 @@ class ScanAttention {
     kept.assign(rows, 0), next.assign(rows, 0);
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
     for (int t = 0; t < tiles; t++) {
-      if (!ready) scanner.choose(head, tile[t], best);
-      note(head, tile[t], t * TILE, ready ? ready : best);
+      if (!ready) scanner.choose(head, tile[t], scanner.own);
+      note(head, tile[t], t * TILE, ready ? ready : scanner.own);
     }
     past_key = p.key.at<R>(head, 0), past_value = p.value.at<R>(head, 0);
     past_scale = SCALED ? p.scales.at<float>(head, 0) : nullptr;
@@ -50,7 +50,6 @@ class ScanAttention {
   const bool alone;  // the call has few queries
   const int64_t dim, wide;
   Scanner<T> scanner;
-  Largest best[TILE];
   const R *past_key, *past_value;  // of the head
   const float *past_scale;
   int near = 0;
