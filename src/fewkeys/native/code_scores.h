@@ -1,7 +1,7 @@
 // Scores of keys by their codes: (sum * 1024 / wide * sigma + 2^14) >> 15, where sum = sum_d query_d level_d.
 //
-// A piece of blocks is scored at once, and the scores of each query are compared with its bound. Here they are computed
-// by tables; for many queries `byte_scores.h` is faster on processors that multiply bytes.
+// A piece of blocks is scored at once, here by tables; for many queries `byte_scores.h` is faster on processors that
+// multiply bytes.
 //
 // A nibble is the code of two dimensions of a key. The products of two dimensions of a query with all 16 codes are a
 // table of 16 bytes in a register, and one shuffle looks up 16 keys. Entries are from 4 to 124, so the sum of two fits

@@ -1,5 +1,5 @@
-// Counts the arithmetic of kernels and the bytes of their buffers, so that tests see how both grow with the length. Only
-// builds with -DFEWKEYS_COUNT count.
+// Counts the arithmetic of kernels and the bytes of their buffers, so that tests see how both grow with the length, in
+// builds with -DFEWKEYS_COUNT.
 #pragma once
 #include <atomic>
 #include <cstdint>
