@@ -149,7 +149,7 @@ class Halver {
   void turn() { sum_rows(metric.data(), wide, along.data(), wide, turned.data()); }
 
   // along, turned <- the direction of the cut, from a sample of the rows, padded with zero rows to a multiple of FOUR:
-  // power iterations, then steps that move it to the sum of the rows of one half.
+  // power iterations from the longest row, then steps that move it to the sum of the rows of one half.
   void look(const int32_t *members, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / p.sample), count = divide_up(real, step);
     const int64_t full = round_up(count, FOUR);
@@ -160,7 +160,14 @@ class Halver {
     }
     sum_rows(picked.data(), full, by.data(), wide, middle.data());
     for (float &x : middle) x /= count;
-    centre(full);
+    float longest = -1.0f;
+    int64_t place = 0;
+    for (int64_t i = 0; i < count; i++) {
+      float *row = &picked[i * wide];
+      add(row, middle.data(), -1.0f, wide);
+      if (const float square = product(row, row, wide); square > longest) longest = square, place = i;
+    }
+    copy(along.data(), &picked[place * wide], wide);
     turn();
     for (int i = 0; i < p.power; i++) {
       products_with(picked.data(), full, turned.data(), wide, by.data());
@@ -178,27 +185,6 @@ class Halver {
       sum_rows(picked.data(), full, half.data(), wide, along.data());
       turn();
     }
-  }
-
-  // Subtracts the mean `middle` from the rows whose `by` is 1. along <- the longest row.
-  void centre(int64_t full) {
-    count_multiply_adds(2 * full * wide);
-    float longest = -1.0f, lengths[FOUR];
-    int64_t place = 0;
-    for (int64_t i = 0; i < full; i += FOUR) {
-      vec square[FOUR] = {};
-      for (int64_t d = 0; d < wide; d += LANES)
-        for (int r = 0; r < FOUR; r++) {
-          float *to = &picked[(i + r) * wide + d];
-          const vec x = load(to) - load(&middle[d]) * by[i + r];
-          store(to, x);
-          square[r] += x * x;
-        }
-      sums_of_four(square, lengths);
-      for (int r = 0; r < FOUR; r++)
-        if (lengths[r] > longest) longest = lengths[r], place = i + r;
-    }
-    copy(along.data(), &picked[place * wide], wide);
   }
 
   // Writes the mean of each part and the covariance within parts, both from every `step`-th row.
