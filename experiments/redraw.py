@@ -20,8 +20,7 @@ from experiments.embeddings import run as embeddings
 from experiments.encoders import report as encoders
 from experiments.levattention import recovery, vit_report
 from experiments.peers import picture as peers
-from experiments.sparsefinder import analysis
-from experiments.sparsefinder import report as sparsefinder
+from experiments.sparsefinder import analysis, report as sparsefinder
 from experiments.sparsefinder.tags import Occupancy
 from experiments.training import picture as training
 from experiments.value_aware import figure as value_aware

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
 
-from experiments.decoders.decoder import load, read_text
-from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.decoder import load, options as decoder_options, read_text
 from experiments.decoders.hard_keys import HARD
 from experiments.decoders.likelihood import Stretch
 

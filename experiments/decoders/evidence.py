@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from experiments.cells import Cell, exit_code, measure, opened
 from experiments.decoders import heads
-from experiments.decoders.decoder import load, read_text
-from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.decoder import load, options as decoder_options, read_text
 from experiments.decoders.likelihood import Stretch
 from experiments.decoders.methods import EXACT, METHODS, replaced
 from experiments.decoders.report import save_figure, table

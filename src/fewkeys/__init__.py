@@ -21,12 +21,14 @@ from fewkeys.core.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from fewkeys import distributed as distributed
-    from fewkeys import metrics as metrics
-    from fewkeys import papers as papers
-    from fewkeys import rest as rest
-    from fewkeys import select as select
-    from fewkeys import weights as weights
+    from fewkeys import (
+        distributed as distributed,
+        metrics as metrics,
+        papers as papers,
+        rest as rest,
+        select as select,
+        weights as weights,
+    )
     from fewkeys.call import attention as attention
     from fewkeys.explanation import explain as explain
     from fewkeys.guard.fallback import Guard as Guard
@@ -34,21 +36,19 @@ if TYPE_CHECKING:
     from fewkeys.integrations.compare import compare as compare
     from fewkeys.integrations.pipeline import pipeline as pipeline
     from fewkeys.integrations.spot_check import spot_check as spot_check
-    from fewkeys.integrations.transformers import apply as apply
-    from fewkeys.integrations.transformers import capture as capture
+    from fewkeys.integrations.transformers import apply as apply, capture as capture
     from fewkeys.memory.stream import stream as stream
     from fewkeys.model_plan import ModelPlan as ModelPlan
-    from fewkeys.plan import Plan as Plan
-    from fewkeys.plan import budget as budget
-    from fewkeys.rest import BlockMeans as BlockMeans
-    from fewkeys.rest import ClusterMeans as ClusterMeans
-    from fewkeys.rest import Drop as Drop
-    from fewkeys.select import KeyScan as KeyScan
-    from fewkeys.select import Outliers as Outliers
-    from fewkeys.select import RandomKeys as RandomKeys
-    from fewkeys.select import Sinks as Sinks
-    from fewkeys.select import TopK as TopK
-    from fewkeys.select import Window as Window
+    from fewkeys.plan import Plan as Plan, budget as budget
+    from fewkeys.rest import BlockMeans as BlockMeans, ClusterMeans as ClusterMeans, Drop as Drop
+    from fewkeys.select import (
+        KeyScan as KeyScan,
+        Outliers as Outliers,
+        RandomKeys as RandomKeys,
+        Sinks as Sinks,
+        TopK as TopK,
+        Window as Window,
+    )
     from fewkeys.tuning.tune import tune as tune
     from fewkeys.weights import Softmax as Softmax
 

@@ -1,14 +1,15 @@
 """How good a set of edges, or an output, is."""
 
-from fewkeys.core.metrics import exact_fraction as exact_fraction
-from fewkeys.core.metrics import mass as mass
-from fewkeys.core.metrics import output_error as output_error
-from fewkeys.core.metrics import recall as recall
-from fewkeys.core.metrics import relative_error as relative_error
-from fewkeys.core.metrics import sparsity as sparsity
+from fewkeys.core.metrics import (
+    exact_fraction as exact_fraction,
+    mass as mass,
+    output_error as output_error,
+    recall as recall,
+    relative_error as relative_error,
+    sparsity as sparsity,
+)
 from fewkeys.core.rooms import public_names
-from fewkeys.judge.error_bars import ErrorBars as ErrorBars
-from fewkeys.judge.error_bars import error_bars as error_bars
+from fewkeys.judge.error_bars import ErrorBars as ErrorBars, error_bars as error_bars
 
 
 def __dir__() -> list[str]:

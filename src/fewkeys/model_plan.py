@@ -10,8 +10,7 @@ from typing import Any
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.learned import Learned, load_learned, save_learned
 from fewkeys.core.records import build
-from fewkeys.plan import FILE as PLAN_FILE
-from fewkeys.plan import MODEL_FILE, Plan, check_listed
+from fewkeys.plan import FILE as PLAN_FILE, MODEL_FILE, Plan, check_listed
 
 FORMAT = 1
 FILE = MODEL_FILE

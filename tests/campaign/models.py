@@ -155,8 +155,7 @@ class Commands:
         from transformers import BertConfig, BertModel
 
         from encoders import tokenizer
-        from integrations.test_cli import SMALL as SIZES
-        from integrations.test_cli import TEXT
+        from integrations.test_cli import SMALL as SIZES, TEXT
 
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["campaign.models", "fewkeys.cli.fit", "integrations.test_cli", "sklearn"])

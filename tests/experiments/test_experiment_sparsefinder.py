@@ -4,8 +4,7 @@ import pytest
 import torch
 from experiments.sparsefinder import analysis, methods, mt, mt_data, mt_model, score, tags
 from experiments.sparsefinder.dense import dense_entmax
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from fewkeys.core.files import read_json

@@ -8,8 +8,7 @@ from experiments.value_aware import data, evaluation, models, run, stages, summa
 from experiments.value_aware.hyper import hyper_weights
 from experiments.value_aware.methods import METHODS, Call, budget
 from experiments.value_aware.prefix import prefix_leverage
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 import tiny_models

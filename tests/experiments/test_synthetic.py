@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from experiments.levattention.synthetic import planted, random_signs
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fewkeys.papers.levattention import leverage_scores, universal_set
 

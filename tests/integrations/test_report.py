@@ -11,10 +11,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck
-from hypothesis import given as given_any
-from hypothesis import settings as limits
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given as given_any, settings as limits, strategies as st
 
 from fewkeys import cli
 from fewkeys.core.clock import in_words

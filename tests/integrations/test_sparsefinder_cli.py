@@ -60,8 +60,7 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
 
 @pytest.mark.long
 def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
-    from fewkeys.papers.sparsefinder import sparsefinder as fitted
-    from fewkeys.papers.sparsefinder import train
+    from fewkeys.papers.sparsefinder import sparsefinder as fitted, train
 
     code, *_ = run(out=tmp_path / "straight")
     assert code == 0

@@ -11,8 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import (
     AttentionInterface,
     DeiTConfig,

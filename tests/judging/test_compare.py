@@ -11,8 +11,7 @@ from captures import captured, dense
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.integrations.compare import compare
-from fewkeys.judge import exact as exact_module
-from fewkeys.judge import layer as module
+from fewkeys.judge import exact as exact_module, layer as module
 from fewkeys.judge.exact import blocks
 from fewkeys.judge.standard import standard_plans
 

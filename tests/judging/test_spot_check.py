@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, KEEPS, SHAPES, SOME_PLANS, Shape

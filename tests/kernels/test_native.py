@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from cases import PLANS, SHAPES
@@ -18,8 +17,7 @@ from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.cost import crossover
-from fewkeys.execute import dispatch, reference
-from fewkeys.execute import native as native_plans
+from fewkeys.execute import dispatch, native as native_plans, reference
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem, prepare
 from fewkeys.memory.rows import HeldRows

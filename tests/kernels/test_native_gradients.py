@@ -8,8 +8,7 @@ import torch
 import fewkeys as fk
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import dispatch
-from fewkeys.execute import native as native_plans
+from fewkeys.execute import dispatch, native as native_plans
 from fewkeys.execute.native import backward
 from fewkeys.execute.problem import Problem
 from fewkeys.sketch.sums import label_sums

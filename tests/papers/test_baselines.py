@@ -8,8 +8,7 @@ import torch
 from experiments.sparsefinder import baselines
 from experiments.sparsefinder.baselines.routing import spherical_means
 from experiments.sparsefinder.baselines.sorted_lsh import gray_rank
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from baseline_forms import (

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from executors import rotated
 from fewkeys.papers.levattention import gram, heavy_entries, search

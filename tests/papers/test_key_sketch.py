@@ -3,8 +3,7 @@ and merged anywhere."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fewkeys.papers import levattention
 from fewkeys.papers.levattention import key_sketch, leverage_scores, universal_set

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fewkeys.papers.levattention import leverage_scores, universal_set
 from fewkeys.sketch import lewis

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 from experiments.value_aware import skew
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fewkeys as fk
 from fewkeys.papers import value_aware

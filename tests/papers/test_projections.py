@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
 

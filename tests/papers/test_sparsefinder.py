@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 from experiments.sparsefinder import baselines
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from captures import captured

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from experiments.sparsefinder import baselines
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fewkeys as fk
 from executors import rotated

@@ -1,8 +1,7 @@
 """Sums of the rows of each label, by chunks, against their definition; and their gradient."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.nn.functional import one_hot
 
 from fewkeys.sketch.sums import CHUNK, sums_by_label

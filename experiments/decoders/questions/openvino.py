@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from experiments.cells import Cell, measure, opened
-from experiments.decoders.decoder import load_tokenizer, read_text
-from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.decoder import load_tokenizer, options as decoder_options, read_text
 from experiments.decoders.questions.run import RESULTS
 from experiments.decoders.tasks import TASKS, Maker, Prompt
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 from experiments.cells import Cell, exit_code, measure, opened
-from experiments.decoders.decoder import load, read_text
-from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.decoder import load, options as decoder_options, read_text
 from experiments.decoders.methods import EXACT
 from experiments.decoders.questions.memories import MEMORIES, Prefill
 from experiments.decoders.questions.presses import PRESSES, kvpress, pressed

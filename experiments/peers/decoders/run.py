@@ -18,8 +18,7 @@ import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
 from experiments.cells import opened
 from experiments.decoders.attend import ByRule, Rule
-from experiments.decoders.decoder import load, read_text
-from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.decoder import load, options as decoder_options, read_text
 from experiments.decoders.methods import RULES as OTHERS
 from experiments.decoders.rivals import Evicting
 from experiments.peers.decoders.express import Express

@@ -6,5 +6,4 @@ from experiments.sparsefinder.baselines.low_rank import LowRankEntmax as LowRank
 from experiments.sparsefinder.baselines.reformer import Reformer as Reformer
 from experiments.sparsefinder.baselines.routing import Routing as Routing
 from experiments.sparsefinder.baselines.sorted_lsh import SortedLSH as SortedLSH
-from experiments.sparsefinder.baselines.sparse_transformer import Fixed as Fixed
-from experiments.sparsefinder.baselines.sparse_transformer import Strided as Strided
+from experiments.sparsefinder.baselines.sparse_transformer import Fixed as Fixed, Strided as Strided

@@ -6,8 +6,7 @@ Importing needs no process group. The functions are collectives: every rank of t
 from fewkeys.core.rooms import public_names
 from fewkeys.distributed.attention import attention as attention
 from fewkeys.distributed.communicator import Communicator as Communicator
-from fewkeys.distributed.keys import leverage_scores as leverage_scores
-from fewkeys.distributed.keys import universal_set as universal_set
+from fewkeys.distributed.keys import leverage_scores as leverage_scores, universal_set as universal_set
 
 
 def __dir__() -> list[str]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import Rows as TensorRows
-from fewkeys.core.validation import as_they_are
+from fewkeys.core.validation import Rows as TensorRows, as_they_are
 from fewkeys.native.build import call
 from fewkeys.native.tensors import DTYPES, readable, sized, struct, wants_gradient
 

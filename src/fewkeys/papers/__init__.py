@@ -5,9 +5,7 @@ sparsefinder   predicting the graph of sparse attention; baseline patterns; grou
 value_aware    oracles: the best approximation in a class of methods, given the values
 """
 
-from fewkeys.papers import levattention as levattention
-from fewkeys.papers import sparsefinder as sparsefinder
-from fewkeys.papers import value_aware as value_aware
+from fewkeys.papers import levattention as levattention, sparsefinder as sparsefinder, value_aware as value_aware
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,14 @@
 """What stands in for the keys that are not kept: one file per idea. A line here makes a file's classes public."""
 
 from fewkeys.core.rooms import public_names
-from fewkeys.rest.base import AnyStandIns as AnyStandIns
-from fewkeys.rest.base import BlockStandIns as BlockStandIns
-from fewkeys.rest.base import Drop as Drop
-from fewkeys.rest.base import RangeStandIns as RangeStandIns
-from fewkeys.rest.base import Rest as Rest
-from fewkeys.rest.base import StandIns as StandIns
+from fewkeys.rest.base import (
+    AnyStandIns as AnyStandIns,
+    BlockStandIns as BlockStandIns,
+    Drop as Drop,
+    RangeStandIns as RangeStandIns,
+    Rest as Rest,
+    StandIns as StandIns,
+)
 from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
 from fewkeys.rest.moments import Moments as Moments
