@@ -7,7 +7,7 @@ import fewkeys as fk
 from fewkeys.cost import crossover, decoding
 from fewkeys.cost.crossover import Line, Setting
 from fewkeys.cost.decoding import NEVER, crossing, exact_length, through
-from fewkeys.memory.coded import _one_token
+from fewkeys.memory.coded import Coded, _one_token
 
 PLAN = fk.budget(64, is_causal=True)
 ROWS = [torch.zeros(1, heads, 1, 16) for heads in (4, 2, 2)]
@@ -84,3 +84,15 @@ def test_tokens_are_measured_as_streams_take_them():
     exactly, by_plan = _one_token(PLAN, inputs)
     assert exactly().shape == by_plan().shape == (1, 4, 1, 8)
     torch.testing.assert_close(exactly(), by_plan(), rtol=1.0, atol=1.0)
+
+
+def test_measured_tokens_repeat_the_kernel_call_of_the_one_before(monkeypatch):
+    """As in streams: to prepare each call anew takes two to four times as long."""
+    prepared = []
+    extend = Coded._extend
+    monkeypatch.setattr(Coded, "_extend", lambda *args, **named: prepared.append(named) or extend(*args, **named))
+    inputs = Setting(torch.device("cpu"), torch.float32, 4, 2, 16, 8, 1, "none", is_causal=True).draw(200, queries=1)
+    _, by_plan = _one_token(PLAN, inputs)
+    outputs = [by_plan() for _ in range(5)]
+    assert prepared == [{"by_plan": True}]
+    assert not torch.equal(outputs[0], outputs[4])  # each call adds a token

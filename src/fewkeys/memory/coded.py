@@ -277,13 +277,21 @@ class _Step:
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two functions that add one token after those of the inputs: one attends exactly, one by the plan."""
+    """Two functions that add one more token after those of the inputs: one attends exactly, one by the plan."""
     x = inputs
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
     def added(by_plan: bool) -> Callable[[], object]:
-        memory = Coded.begin(Rules(plan.never_exact(), "model", 0), x.key, x.value)
+        memory = replace(Coded.begin(Rules(plan.never_exact(), "model", 0), x.key, x.value), exact_until=0)
         memory.rows.append(x.key, x.value)
-        return lambda: memory._extend(*token, by_plan=by_plan)[1]
+
+        def add() -> Tensor:
+            nonlocal memory
+            output = memory.answer(*token)  # as streams do: nearly all tokens repeat the kernel call of the one before
+            if output is None:
+                memory, output = memory._extend(*token, by_plan=by_plan)
+            return output
+
+        return add
 
     return added(False), added(True)
