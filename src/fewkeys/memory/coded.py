@@ -21,7 +21,7 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import autocast_is_on, working, working_dtype
+from fewkeys.core.precision import autocast_is_on, working_dtype
 from fewkeys.core.validation import largest_entries
 from fewkeys.cost.decoding import exact_length
 from fewkeys.execute import dispatch, exact, native
@@ -37,7 +37,7 @@ from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
 from fewkeys.select.key_scan import Scanned, codes_of
-from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, width
 
 LEAST = 8
 """Blocks for which memory is allocated at first."""
@@ -75,10 +75,12 @@ class Coded(Fields):
         rows, later = HeldRows.empty(rules.leaves, key, value), None
         if rules.plan.exact_if_faster and rules.leaves != "model":
             rows, later = HeldRows.empty("model", key, value), rows
-        none = working(key[:, :, :0])
-        codes = encode(none, Frame.of(none))
-        zero = none.new_zeros((*none.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
-        blocks = (codes.packed.flatten(3), codes.sigma.unflatten(2, (-1, BLOCK)), zero)
+        heads, bytes_of_block = key.shape[:2], width(key.shape[3]) * BLOCK // 4
+        blocks = (
+            key.new_empty((*heads, 0, bytes_of_block), dtype=torch.uint8),
+            key.new_empty((*heads, 0, BLOCK), dtype=torch.int16),
+            key.new_zeros((*heads, 1, key.shape[3] + value.shape[3]), dtype=torch.float64),
+        )
         packed, sigma, sums = (Buffer(part, part.shape[2], LEAST) for part in blocks)
         return Coded(rules, rows, later, packed, sigma, sums)
 
