@@ -1,6 +1,6 @@
 """Figures of benchmarks/results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -192,7 +192,7 @@ def _whole_decoder() -> str:
         cells += [
             [
                 processor,
-                row.get("dtype", FLOAT32),
+                dtype,
                 name.format(f"{row['tokens']:,}"),
                 *(_milliseconds(row["ms"][way]) for way in ("exact", "plan")),
                 ratio(row["ratio"]),
@@ -200,20 +200,21 @@ def _whole_decoder() -> str:
             ]
             for dtype in (FLOAT32, "bfloat16")
             for part, name in parts.items()
-            for row in results.get(part, ())
-            if row.get("dtype", FLOAT32) == dtype
+            for row in _of_dtype(results.get(part, ()), dtype)
         ]
     head = ["processor", "dtype", "", "DynamicCache, ms", "`fk.cache`, ms", "exact / plan", "exact / no keys"]
     return table(head, cells)
 
 
+def _of_dtype(rows: Iterable[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+    """The rows of a dtype. Older results have none: they were measured in float32."""
+    return [row for row in rows if row.get("dtype", FLOAT32) == dtype]
+
+
 def _whole_decoder_rows(folder: str, dtype: str) -> list[dict[str, Any]]:
     """The longest prompt, and every token."""
     results = read(f"{folder}whole_decoder.json")
-    prompts, tokens = (
-        [row for row in results[part] if row.get("dtype", FLOAT32) == dtype] for part in ("prefill", "token")
-    )
-    return [prompts[-1], *tokens]
+    return [_of_dtype(results["prefill"], dtype)[-1], *_of_dtype(results["token"], dtype)]
 
 
 def _whole_decoder_ratios() -> str:
