@@ -38,7 +38,7 @@ static inline std::vector<Asking> asking(const Scan &p) {
 template <class T>
 class Scanner {
  public:
-  Largest own[TILE];  // for the best keys of a tile
+  Largest lists[TILE];  // the best keys of each query of a tile
 
   explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1) {}
 
@@ -160,9 +160,9 @@ static void scan_codes(const Scan &p, int threads) {
   by_tiles(
       p, threads, 1, [&] { return Scanner<T>(p); },
       [&](Scanner<T> &scanner, int64_t head, const Asking *tile, int) {
-        scanner.choose(head, *tile, scanner.own);
+        scanner.choose(head, *tile, scanner.lists);
         for (int i = 0; i < tile->rows; i++) {
-          Largest &best = scanner.own[i];
+          Largest &best = scanner.lists[i];
           const int64_t query_head = head * p.gqa_ratio + tile->head(i);
           int32_t *to = p.index + (query_head * p.queries + tile->query(i)) * p.count;
           const int64_t count = best.finish();

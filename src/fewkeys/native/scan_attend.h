@@ -28,8 +28,8 @@ class ScanAttention {
     kept.assign(rows, 0), next.assign(rows, 0);
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
     for (int t = 0; t < tiles; t++) {
-      if (!ready) scanner.choose(head, tile[t], scanner.own);
-      note(head, tile[t], t * TILE, ready ? ready : scanner.own);
+      if (!ready) scanner.choose(head, tile[t], scanner.lists);
+      note(head, tile[t], t * TILE, ready ? ready : scanner.lists);
     }
     past_key = p.key.at<R>(head, 0), past_value = p.value.at<R>(head, 0);
     past_scale = SCALED ? p.scales.at<float>(head, 0) : nullptr;
