@@ -44,15 +44,15 @@ def test_only_entry_points_are_exported():
 
 
 def test_fields_are_those_of_the_header():
-    assert tensors.struct("Sums")._fields_ == [
-        *((name, tensors.Rows) for name in ("key", "value")),
-        *((name, ctypes.c_void_p) for name in ("label", "share", "sums", "middle", "products")),
-        *((name, ctypes.c_int64) for name in ("heads", "keys", "dim", "value_dim", "count")),
+    assert tensors.struct("Coding")._fields_ == [
+        ("key", tensors.Rows),
+        *((name, ctypes.c_void_p) for name in ("sign", "middle", "spread", "packed", "sigma")),
+        *((name, ctypes.c_int64) for name in ("heads", "keys", "dim", "wide", "blocks")),
     ]
     assert dict(tensors.struct("ScanAttend")._fields_)["of"] is tensors.struct("Scan")
     assert dict(tensors.struct("Clustered")._fields_)["tilt"] is ctypes.c_float
-    with pytest.raises(TypeError, match="Sums: expected fields of the struct, got rows, weights"):
-        tensors.struct("Sums")(weights=1, rows=2, dim=3)
+    with pytest.raises(TypeError, match="Coding: expected fields of the struct, got rows, weights"):
+        tensors.struct("Coding")(weights=1, rows=2, dim=3)
     with pytest.raises(ValueError, match="expected a struct Nothing, got none"):
         tensors.struct("Nothing")
 
@@ -74,11 +74,11 @@ def test_structs_are_as_large_as_in_the_library(tmp_path):
 
 def test_what_is_read_may_have_gaps_and_what_is_written_may_not():
     gaps = torch.zeros(2, 6)[:, ::2]
-    args = tensors.struct("Sums")(share=gaps)
-    assert args.share != gaps.data_ptr()
+    args = tensors.struct("Clustered")(unit=gaps)
+    assert args.unit != gaps.data_ptr()
     assert args.alive[0].is_contiguous()
-    with pytest.raises(ValueError, match=r"^Sums.sums: expected a contiguous tensor to write to$"):
-        tensors.struct("Sums")(sums=gaps)
+    with pytest.raises(ValueError, match=r"^Clustered.centre: expected a contiguous tensor to write to$"):
+        tensors.struct("Clustered")(centre=gaps)
 
 
 @pytest.fixture
@@ -92,16 +92,6 @@ def test_other_builds_do_not_count(monkeypatch):
     monkeypatch.delenv(build.COUNT, raising=False)
     with pytest.raises(RuntimeError, match="set FEWKEYS_COUNT=1"):
         native.counters()
-
-
-def test_sums_are_counted(counting):
-    """Every key once, and once more the sums of the only piece; they are all that is held."""
-    key, value, share = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24), torch.ones(1, 2, 100)
-    native.label_sums(key, value, torch.zeros(1, 2, 100, dtype=torch.int64), share, 1, None)
-    actual = native.counters()
-    assert actual["multiply_adds"] == 2 * 100 * 32 + 2 * 32
-    assert actual["bytes"] == 4 * (2 * 32 + torch.get_num_threads() * 64 * (16 + 32))
-    assert native.counters() == {"multiply_adds": 0, "bytes": 0}
 
 
 def test_attention_is_counted(counting):

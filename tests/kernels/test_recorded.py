@@ -24,6 +24,7 @@ PLANS = {
     "cohorts": fk.budget(64, cohorts=4).never_exact(),
     "more slots": fk.budget(128, cohorts=8).never_exact(),
     "few slots": fk.budget(12, cohorts=4).never_exact(),
+    "all queries": fk.budget(16, cohorts=1).never_exact(),
     "no window": fk.Plan(fk.select.Outliers(9, 5, cohorts=2), fk.ClusterMeans(5, rank=2, cohorts=2)),
 }
 FORMS = {
@@ -144,10 +145,10 @@ def test_addresses_inside_rows():
     assert recording.run(later).tolist() == native.largest_and_rows(*last(*later))[0]
 
 
-def test_shared_clusters_are_not_repeated(prepared):
-    """Their lists are chosen by torch's operations."""
+def test_means_without_lists_are_not_repeated(prepared):
+    """Torch's operations compute the variance of their scores."""
     for seed in range(3):
-        fk.attention(*FORM.draw(seed, torch.float32), plan=fk.budget(16, cohorts=1).never_exact())
+        fk.attention(*FORM.draw(seed, torch.float32), plan=fk.Plan(fk.Window(5), fk.ClusterMeans(5)))
     assert len(prepared) == 3
     assert not recordings()
 

@@ -112,6 +112,6 @@ def test_the_bound_is_met_by_some_queries_and_not_by_others():
     x = check_inputs(q, k, v)
     plan = PLANS[0][0]
     stand_ins = plan.rest.prepare(x, plan.keep.select(x), plan.weights)
-    middle, reach = stand_ins.bounds.split(1, 2)
-    along = x.grouped_query().flatten(2, 3) * x.scale @ stand_ins.left
+    middle, reach = stand_ins.bounds[:, :, 0].split(1, 2)
+    along = x.grouped_query().flatten(2, 3) * x.scale @ stand_ins.left[:, :, 0]
     assert 0.05 < ((along - middle).abs() > reach).float().mean() < 0.95

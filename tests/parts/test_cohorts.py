@@ -170,7 +170,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def actual(k, v):
-        _, _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(facts | {"real": None}, 3, True, WHOLE))
+        _, _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(facts | {"real": None}, 3, True, 0.8, WHOLE))
         return (*sums, together)
 
     assert torch.autograd.gradcheck(actual, (key, value))
@@ -189,7 +189,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     actual, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
     for answer in (tilted._by_kernels, tilted._by_torch):
         leaves = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
-        sums = answer(*leaves, TiltArgs(facts | {"real": x.valid}, 6, True, WHOLE))
+        sums = answer(*leaves, TiltArgs(facts | {"real": x.valid}, 6, True, 0.8, WHOLE))
         passed = torch.autograd.grad([sums[3], sums[4], sums[6]], leaves, coming)
         actual.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*actual, strict=True):

@@ -9,7 +9,7 @@ from cases import CAUSAL_SHAPES, KEEPS, SHAPES
 from executors import FORMS, rotated
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.clusters import clusters, key_statistics
+from fewkeys.sketch.clusters import clusters, frame, query_moments
 
 
 @given(size=st.integers(1, 80), queries=st.integers(1, 40), keys=st.integers(1, 60), offset=st.integers(0, 30))
@@ -55,7 +55,8 @@ def test_shared_keys_are_those_of_largest_score(shape):
 def test_outliers_are_the_keys_of_largest_score(lengths):
     """g_j / 2 + log |x_j - centre of its cluster|."""
     x = check_inputs(*SHAPES["grouped"].draw(), lengths=lengths and torch.tensor(lengths))
-    score = key_statistics(x).importance / 2 + clusters(x, 6).distance.log() / 2
+    importance = query_moments(x).log_mean_exp(x.key - frame(x).mean)
+    score = importance / 2 + clusters(x, 6).distance.log() / 2
     if lengths:
         score = score.masked_fill(~x.valid[:, None], -torch.inf)
     chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(7).indices, True)
@@ -138,8 +139,8 @@ def test_importance_is_the_gaussian_integral():
     q = torch.randn(1, 1, 200_000, 3, generator=g, dtype=torch.float64) * torch.tensor([1.0, 0.5, 0.2]) + 0.6
     k = torch.randn(1, 1, 6, 3, generator=g, dtype=torch.float64)
     inputs = check_inputs(q, k, k, scale=1.0)
-    actual = key_statistics(inputs).importance
     k = k - k.mean(2, keepdim=True)
+    actual = query_moments(inputs).log_mean_exp(k)
     torch.testing.assert_close(actual, (q @ k.mT).exp().mean(2).log(), atol=0.02, rtol=0)
 
 

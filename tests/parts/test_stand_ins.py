@@ -28,8 +28,8 @@ def test_cluster_means_follow_their_equations(shape):
             group = shape.query_heads // shape.kv_heads
             queries = q[b, h * group : (h + 1) * group, : n if shape.queries == shape.keys else None]
             rows = queries.flatten(0, 1) / shape.head_dim**0.5
-            m, second = rows.mean(0), rows.mT @ rows / len(rows)
-            covariance = second - torch.outer(m, m)
+            m = rows.mean(0)
+            covariance = rows.mT @ rows / len(rows) - torch.outer(m, m)
             keys, values = k[b, h, :n], v[b, h, :n]
             centred = keys - keys.mean(0)
             g = centred @ m + 0.5 * ((centred @ covariance) * centred).sum(-1)
@@ -41,28 +41,28 @@ def test_cluster_means_follow_their_equations(shape):
                 if not inside:
                     continue
                 e = torch.zeros(n, dtype=torch.float64)
-                # The mean importance comes with the clusters, from the members at the last of Lloyd's steps.
-                g_mean = clusters(inputs, 5).importance[b, h, c]
-                assert g.min() <= g_mean <= g.max()
+                g_mean = g[labels == c].mean()
                 for j in inside:
                     e[j] = (0.5 * (g[j] - g_mean)).clamp(-2, 2).exp()
                 mu, nu = e @ keys / e.sum(), e @ values / e.sum()
-                torch.testing.assert_close(actual.key[b, h, c], mu, **CLOSE)
-                torch.testing.assert_close(actual.member[b, h, :n, c], e, **CLOSE)
+                torch.testing.assert_close(actual.key[b, h, 0, c], mu, **CLOSE)
+                torch.testing.assert_close(actual.mass[b, h, 0, c], e.sum(), **CLOSE)
+                assert actual.size[b, h, 0, c] == len(inside)
                 offset = mu - keys.mean(0)
                 g_mu = offset @ m + 0.5 * offset @ covariance @ offset
-                torch.testing.assert_close(actual.bias[b, h, c], (0.5 * (g_mean - g_mu)).clamp(-2, 2), **CLOSE)
+                torch.testing.assert_close(actual.bias[b, h, 0, c], (0.5 * (g_mean - g_mu)).clamp(-2, 2), **CLOSE)
                 pooled += ((keys - mu) * e[:, None]).mT @ (values - nu)
-                spreads[c] = e @ (((keys - mu) @ second) * (keys - mu)).sum(-1) / e.sum()
+                spreads[c] = e @ (((keys - mu) @ covariance) * (keys - mu)).sum(-1) / e.sum()
                 mass[c], means[c] = e.sum(), (offset, nu)
             pooled = pooled / sum(mass.values())
-            torch.testing.assert_close(actual.left[b, h] @ actual.right[b, h], pooled, **CLOSE)
+            # Directions of at most sqrt(4e-6) of the first are rounding (`fewkeys.sketch.gram`).
+            assert (actual.left[b, h, 0] @ actual.right[b, h, 0] - pooled).norm() < 2e-3 * pooled.norm()
             mean_spread = sum(spreads[c] * mass[c] for c in mass) / sum(mass.values())
             for c, (offset, nu) in means.items():
                 factor = (spreads[c].clamp_min(0) / mean_spread).sqrt().clamp_max(2)
-                torch.testing.assert_close(actual.factor[b, h, c], factor, **CLOSE)
+                torch.testing.assert_close(actual.factor[b, h, 0, c], factor, **CLOSE)
                 expected = nu - factor * (0.5 * covariance @ offset) @ pooled
-                torch.testing.assert_close(actual.value[b, h, c], expected, **CLOSE)
+                torch.testing.assert_close(actual.value[b, h, 0, c], expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("count", "rank"), [(26, 0), (26, 4), (7, 1)])
@@ -111,7 +111,7 @@ def test_uniform_sample_is_unbiased(weights):
     for seed in range(400):
         inputs = check_inputs(q, k, v, generator=torch.Generator().manual_seed(seed))
         sample = fk.rest.UniformSample(20).prepare(inputs, graph, weights)
-        draws.append((kernel(q @ sample.key.mT / 8**0.5) * sample.member.sum(-2).unsqueeze(-2)) @ sample.value)
+        draws.append((kernel(q @ sample.key[:, :, 0].mT / 8**0.5) * sample.mass) @ sample.value[:, :, 0])
     draws = torch.stack(draws)
     standard_error = draws.std(0) / 400**0.5
     assert ((draws.mean(0) - exact).abs() < 5 * standard_error).all()
@@ -171,7 +171,7 @@ def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):
     """Also where shares are of two sizes, and where there are more of them than keys."""
     inputs = check_inputs(*SHAPES["plain"].draw())
     actual = fk.rest.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
-    place = (inputs.key.unsqueeze(3) == actual.key.unsqueeze(2)).all(-1).int().argmax(2)
+    place = (inputs.key.unsqueeze(3) == actual.key).all(-1).int().argmax(2)
     shares = torch.arange(count)[: min(count, 70 - kept)]
     assert torch.equal(actual.label.gather(-1, place)[..., shares], shares.expand(2, 2, -1))
     assert (place[..., shares] >= kept).all()

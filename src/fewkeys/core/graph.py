@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -115,16 +114,11 @@ class Graph:
             self.scan or other.scan,
         )
 
-    @cached_property
-    def hidden(self) -> Tensor | None:
-        """(B, Hkv, Nk), uint8, ones for keys in no band and no stand-in: padding, and the list that all queries share.
-        None if there are none.
-        """
-        x, shared = self.inputs, self.columns
-        if shared is None or shared.blocks > 1 or shared.place is not None:
-            return None if x.valid is None else (~x.valid).to(torch.uint8)[:, None].repeat(1, x.kv_heads, 1)
-        hidden = marked(shared.index.squeeze(2), shared.used.squeeze(2), x.keys)
-        return hidden if x.valid is None else hidden | ~x.valid[:, None]
+    @property
+    def shared(self) -> Columns | None:
+        """The list that all queries of a head share."""
+        columns = self.columns
+        return None if columns is None or columns.blocks > 1 or columns.place is not None else columns
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""

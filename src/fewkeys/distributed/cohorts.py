@@ -25,7 +25,7 @@ from fewkeys.distributed.totals import gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest.base import CohortStandIns
+from fewkeys.rest.base import StandIns
 from fewkeys.select import Outliers, Window
 from fewkeys.sketch.cohorts import cohorts
 
@@ -52,7 +52,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     most, place = cohort.place.shape[3], cohort.place
     local_lists = Columns(index, used.view(index.shape), most, place)
     stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
-    if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
+    if stand_ins is not None and not isinstance(stand_ins, StandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
     left, right = reach or (0, 0)
     rows = labelled = torch.cat([working(x.key), working(x.value)], -1)

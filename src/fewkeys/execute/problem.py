@@ -7,7 +7,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.plan import Plan
-from fewkeys.rest.base import AnyStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, StandIns
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Problem:
         graph, columns = self.graph, self.graph.columns
         if graph.extra is not None or graph.scan is not None:
             return "expected a plan whose queries keep a window and lists, got extra edges or a scan"
-        if self.stand_ins is None or isinstance(self.stand_ins, CohortStandIns):
+        if self.stand_ins is None or self.by_cohort:
             return None
         if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):
             return "expected stand-ins that serve all queries, got some by blocks"

@@ -16,7 +16,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, RangeStandIns, StandIns, value_shift
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, RangeStandIns, StandIns, value_shift
 
 
 def unsupported(problem: Problem) -> None:
@@ -49,7 +49,7 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     weight, weight_extra = kernel([scores, extra.masked_fill(multiplicity <= 0, -torch.inf)])
     weight_extra = weight_extra * multiplicity
     total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
-    mixed = weight_extra @ mean if mean.ndim == 4 else (weight_extra.unsqueeze(-2) @ mean).squeeze(-2)
+    mixed = _times(weight_extra, mean)
     if shift is not None:
         mixed = mixed[..., :-1] + mixed[..., -1:] * shift
     return (weight @ value + mixed) / positive(total)
@@ -66,39 +66,55 @@ class _Rows(NamedTuple):
 
 
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, C, Dv), or each query's own,
-(B, Hq, M, C, Dv); the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
+"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv): of each row, or
+of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
 """
 
 
 def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
     if isinstance(stand_ins, StandIns):
-        return _shared(problem.inputs, stand_ins, rows)
-    if isinstance(stand_ins, CohortStandIns):
-        return _of_cohorts(problem, stand_ins, rows)
+        return _of_lists(problem, stand_ins, rows)
     if isinstance(stand_ins, RangeStandIns):
         return _of_ranges(problem.inputs, stand_ins, rows)
     return _of_blocks(problem, stand_ins, rows)
 
 
-def _shared(x: Inputs, stand_ins: StandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for all queries of a key head."""
-    query, kept, s = rows.query, rows.kept, stand_ins.changed(lambda part: _by_query_head(x, part))
-    scores = query @ s.key.mT
+def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
+    """Stand-ins for all queries of a key head, or for every query's cohort; queries of no cohort see none."""
+    x, columns = problem.inputs, problem.graph.columns
+    cohort = None
+    if columns is not None and columns.place is not None:
+        cohort = cohort_of_queries(x, columns.place)[:, :, rows.start : rows.stop]
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        by_head = _by_query_head(x, tensor)
+        if cohort is None:
+            return by_head
+        return torch.unflatten(take(by_head.flatten(3), cohort.clamp_min(0)), -1, tensor.shape[3:])
+
+    real = True if x.valid is None else x.valid[:, None, None]
+    unkept = (real & ~rows.kept).to(rows.query.dtype)
+    scores = _times(rows.query, of_rows(s.key).mT)
     if s.bias is not None:
-        scores = scores + s.bias.unsqueeze(-2)
+        scores = scores + of_rows(s.bias)
     if s.curvature is not None:
-        scores = scores + 0.5 * ((query @ s.curvature) * query).sum(-1, keepdim=True)
+        scores = scores + 0.5 * (_times(rows.query, of_rows(s.curvature)) * rows.query).sum(-1, keepdim=True)
     if x.bias is not None and rows.bias is not None:
         largest = x.bias.largest[:, None, None]
-        mass = ((~kept) * (rows.bias - largest).exp()) @ s.member
-        scores, multiplicity = scores + largest + logarithm(mass), (mass > 0).to(mass.dtype)
-    else:
-        multiplicity = (~kept).to(query.dtype) @ s.member
+        unkept, scores = unkept * (rows.bias - largest).exp(), scores + largest
+    cluster = one_hot(s.label, s.count).to(unkept.dtype).repeat_interleave(x.gqa_ratio, 1)
+    multiplicity = of_rows(s.mass) * (unkept @ cluster) / of_rows(s.size).clamp_min(1)
+    if cohort is not None:
+        multiplicity = multiplicity * (cohort >= 0).unsqueeze(-1)
+    if x.bias is not None:
+        scores, multiplicity = scores + logarithm(multiplicity), (multiplicity > 0).to(scores.dtype)
+    value = of_rows(s.value)
     if s.left is None or s.factor is None:
-        return scores, multiplicity, s.value, None
-    value = torch.cat([s.value, s.factor.unsqueeze(-1)], -1)
-    return scores, multiplicity, value, value_shift(query, s.left, s.right, s.bounds)
+        return scores, multiplicity, value, None
+    right, bounds = (None if part is None else of_rows(part) for part in (s.right, s.bounds))
+    dim = 2 if cohort is None else 3  # all rows of a head are one product, or each row is one
+    shift = value_shift(rows.query.unsqueeze(dim), of_rows(s.left), right, bounds).squeeze(dim)
+    return scores, multiplicity, torch.cat([value, of_rows(s.factor).unsqueeze(-1)], -1), shift
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
@@ -110,7 +126,7 @@ def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Colu
         block = columns.block(x, rows.start, rows.stop)
     s = stand_ins
     key, value, bias, size = (_by_query_head(x, part)[:, :, block] for part in (s.key, s.value, s.bias, s.size))
-    scores = _products(rows.query, key)
+    scores = _times(rows.query, key.mT)
     if isinstance(problem.weights, Softmax):  # the bias includes the size
         return scores + bias, (size > 0).to(scores.dtype), value, None
     return scores, size, value, None
@@ -122,34 +138,7 @@ def _of_ranges(x: Inputs, stand_ins: RangeStandIns, rows: _Rows) -> _Columns:
     key, value = (_by_query_head(x, part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
     before = pad(rows.kept.to(key.dtype).cumsum(-1), (1, 0))
     kept = before.gather(-1, stand_ins.edges[step].expand(*before.shape[:3], -1)).diff(dim=-1)
-    return _products(rows.query, key), working(stand_ins.size)[:, None, step] - kept, value, None
-
-
-def _of_cohorts(problem: Problem, stand_ins: CohortStandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for every query's cohort; queries of no cohort see none."""
-    x, columns, s = problem.inputs, problem.graph.columns, stand_ins
-    if columns is None or columns.place is None:
-        raise ValueError("graph: expected the lists of cohorts beside their stand-ins, got others")
-    cohort = cohort_of_queries(x, columns.place)[:, :, rows.start : rows.stop]
-
-    def of_queries(tensor: Tensor) -> Tensor:
-        by_query = take(_by_query_head(x, tensor).flatten(3), cohort.clamp_min(0))
-        return torch.unflatten(by_query, -1, tensor.shape[3:])
-
-    real = True if x.valid is None else x.valid[:, None, None]
-    unkept = (real & ~rows.kept).to(rows.query.dtype)
-    scores = _products(rows.query, of_queries(s.key)) + of_queries(s.bias)
-    if x.bias is not None and rows.bias is not None:
-        largest = x.bias.largest[:, None, None]
-        unkept, scores = unkept * (rows.bias - largest).exp(), scores + largest
-    cluster = one_hot(s.label, s.count).to(unkept.dtype).repeat_interleave(x.gqa_ratio, 1)
-    represented = unkept @ cluster / of_queries(s.size).clamp_min(1)
-    scores = scores + logarithm(of_queries(s.mass) * represented)
-    multiplicity, value = (cohort >= 0).to(scores.dtype).unsqueeze(-1), of_queries(s.value)
-    if s.left is None or s.right is None or s.factor is None or s.bounds is None:
-        return scores, multiplicity, value, None
-    shift = value_shift(rows.query.unsqueeze(-2), *map(of_queries, (s.left, s.right, s.bounds))).squeeze(-2)
-    return scores, multiplicity, torch.cat([value, of_queries(s.factor).unsqueeze(-1)], -1), shift
+    return _times(rows.query, key.mT), working(stand_ins.size)[:, None, step] - kept, value, None
 
 
 def _by_query_head(x: Inputs, tensor: Tensor) -> Tensor:
@@ -157,6 +146,6 @@ def _by_query_head(x: Inputs, tensor: Tensor) -> Tensor:
     return (working(tensor) if tensor.is_floating_point() else tensor).repeat_interleave(x.gqa_ratio, 1)
 
 
-def _products(query: Tensor, key: Tensor) -> Tensor:
-    """The scores (B, Hq, M, C) of each query's own keys (B, Hq, M, C, D)."""
-    return (key @ query.unsqueeze(-1)).squeeze(-1)
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Rows (B, H, M, X) times one matrix each, (B, H, M, X, Y), or times the same one, (B, H, 1, X, Y)."""
+    return rows @ matrix.squeeze(2) if matrix.shape[2] == 1 else (rows.unsqueeze(-2) @ matrix).squeeze(-2)

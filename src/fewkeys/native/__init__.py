@@ -9,7 +9,7 @@ from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, halve, tilt
 from fewkeys.native.extent import largest_and_rows
-from fewkeys.native.keys import cluster, frame, label_sums
+from fewkeys.native.keys import cluster, frame
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "frame",
     "halve",
     "instruction_set",
-    "label_sums",
     "largest_and_rows",
     "missing",
     "readable",

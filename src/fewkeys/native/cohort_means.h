@@ -8,7 +8,7 @@ namespace fewkeys {
 // (`fewkeys.sketch.gram.top_subspace`).
 class Subspace {
  public:
-  explicit Subspace(const CohortStandIns &p)
+  explicit Subspace(const StandIns &p)
       : p(p), dim(p.dim), wide(p.value_dim), rank(p.rank), across(round_up(wide)),
         turned(round_up(dim) * across), square(across * across), start(rank * wide), next(rank * wide) {
     for (int64_t r = 0; r < rank; r++)
@@ -36,7 +36,7 @@ class Subspace {
   }
 
  private:
-  const CohortStandIns &p;
+  const StandIns &p;
   const int64_t dim, wide, rank, across;
   Floats turned, square, start, next;
 
@@ -56,7 +56,7 @@ class Subspace {
 
 class CohortMeans {
  public:
-  explicit CohortMeans(const CohortStandIns &p)
+  explicit CohortMeans(const StandIns &p)
       : p(p), count(p.count), dim(p.dim), wide(p.value_dim), tall(round_up(dim, TILE)), across(round_up(wide)),
         ranks(round_up(p.rank, TILE)), subspace(p), pooled(tall * across),
         weighted(count * tall), values(count * across), offset(count * tall), within(dim * tall), left(dim * ranks),
@@ -85,7 +85,7 @@ class CohortMeans {
   }
 
  private:
-  const CohortStandIns &p;
+  const StandIns &p;
   const int64_t count, dim, wide, tall, across, ranks;
   Subspace subspace;
   Floats pooled, weighted, values, offset;
@@ -170,7 +170,7 @@ class CohortMeans {
   }
 };
 
-static void cohort_means(const CohortStandIns &p, int threads) {
+static void cohort_means(const StandIns &p, int threads) {
   in_parallel(threads, p.heads, [&] { return CohortMeans(p); }, &CohortMeans::represent);
 }
 

@@ -56,8 +56,8 @@ def tilt(
 
 
 def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
-    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.CohortStandIns` has them; with a rank,
-    `factor`, `left`, `right` and `bounds`, too. `tensors`: fields of `CohortStandIns` of `problems.h`. The sums `key`
+    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
+    `factor`, `left`, `right` and `bounds`, too. `tensors`: fields of `StandIns` of `problems.h`. The sums `key`
     and `value` are overwritten.
     """
     key, value = tensors["key"], tensors["value"]
@@ -68,6 +68,6 @@ def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: f
         shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
     output = {name: key.new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    args = struct("CohortStandIns")(**tensors, **output, **sizes, rank=rank, steps=steps, **numbers)
+    args = struct("StandIns")(**tensors, **output, **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", args)
     return output | {"key": key, "value": value}

@@ -37,16 +37,24 @@ class Framing {
     float *asked = sums + key_pieces * key_size;
     for (int64_t piece = 1; piece < key_pieces; piece++) add(sums, sums + piece * key_size, 1.0f, key_size);
     for (int64_t piece = 1; piece < query_pieces; piece++) add(asked, asked + piece * query_size, 1.0f, query_size);
-    float *mean_query = p.mean_query + head * dim, *second = p.second + head * dim * dim;
+    float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
+    float *second = p.second + head * dim * dim, *covariance = p.covariance + head * dim * dim;
+    float *mean_query = p.mean_query + head * dim;
     const float queries = p.asked[head / p.key.heads];
+    for (int64_t d = 0; d < dim; d++) mean_query[d] = p.scale * asked[d] / queries;
+    float size = 0.0f, variance = 0.0f;
     for (int64_t d = 0; d < dim; d++) {
-      mean_query[d] = p.scale * asked[d] / queries;
-      for (int64_t e = d; e < dim; e++)
-        second[d * dim + e] = second[e * dim + d] = p.scale * p.scale * asked[dim + d * tall + e] / queries;
+      for (int64_t e = d; e < dim; e++) {
+        const float moment = p.scale * p.scale * asked[dim + d * tall + e] / queries;
+        second[d * dim + e] = second[e * dim + d] = moment;
+        covariance[d * dim + e] = covariance[e * dim + d] = moment - mean_query[d] * mean_query[e];
+      }
+      size += second[d * dim + d], variance += covariance[d * dim + d];
     }
+    // Equal queries have no covariance: what rounding leaves of the difference must not become one.
+    if (!(variance > 64 * std::numeric_limits<float>::epsilon() * size)) std::fill_n(covariance, dim * dim, 0.0f);
     centre(head, sums);
     // The form is L^T and the mean query, the root is L.
-    float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
     const bool is_definite = factorise(second, dim, p.ridge, form);
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];

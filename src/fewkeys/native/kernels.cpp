@@ -25,14 +25,13 @@ namespace fewkeys {
 EXPORT_BY_DTYPE(attend, Near)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
-EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
 EXPORT_BY_DTYPE(scan_codes, Scan)
 EXPORT_BY_DTYPE(code_keys, Coding)
-EXPORT(cohort_means, CohortStandIns)
+EXPORT(cohort_means, StandIns)
 EXPORT(halve, Halves)
 
 // From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.

@@ -11,7 +11,7 @@ class Clustering {
   explicit Clustering(const Clustered &p)
       : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)),
         keys(round_up(p.sampled, TILE)), scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span),
-        lanes(keys * both), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
+        lanes(keys * both), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count),
         importance(keys), weight(p.sampled), order(p.sampled) {}
 
   // Finds the centres of a head.
@@ -19,12 +19,12 @@ class Clustering {
     real = real_keys(p.real, p.sample_key, head, p.sampled);
     for (int64_t first = 0; first < p.sampled; first += TILE) look(head, first);
     weigh();
-    seed(p.cluster_importance + head * p.count);
-    for (int64_t step = 0; step < p.steps; step++) move(p.cluster_importance + head * p.count);
+    seed();
+    for (int64_t step = 0; step < p.steps; step++) move();
     for (int64_t c = 0; c < p.count; c++) write(head, c);
   }
 
-  // Computes cluster, distance, spread and importance of a tile of all keys of a head.
+  // Computes the clusters of a tile of all keys of a head, and the distances from their centres.
   void survey(int64_t head, int64_t tile) {
     const int64_t first = tile * TILE, at = head * p.keys + first;
     const int count = std::min<int64_t>(TILE, p.keys - first);
@@ -32,12 +32,11 @@ class Clustering {
     int32_t label[TILE];
     to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
     to_lanes(p.value.at<T>(head, first), p.value.row, count, p.value_dim, 1.0f, values);
-    see(form(head), shift(head), dim, lanes.data(), scores.data(), spread, importance.data());
+    triangular(form(head), dim, lanes.data(), scores.data());
+    measure(scores.data(), shift(head), dim, spread);
     dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
     nearest_of(scores.data(), p.constant + head * p.count, p.count, nearest, label);
     measure(values, p.middle + head * p.value_dim, p.value_dim, square);
-    std::copy_n(spread, count, p.spread + at);
-    std::copy_n(importance.data(), count, p.importance + at);
     std::copy_n(label, count, p.label + at);
     for (int i = 0; i < count; i++) {
       const float energy = spread[i] + square[i] * (p.unit[head] * p.unit[head]);
@@ -55,7 +54,7 @@ class Clustering {
   const int64_t keys;
   const uint8_t *real = nullptr;
   // rows and lanes: the features of the keys, in rows and in lanes, tile after tile.
-  Floats scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  Floats scores, rows, lanes, centre, sums, half, mass, importance, weight;
   aligned_vector<Ranked> order;
 
   const float *form(int64_t head) const { return p.form + head * (dim + 1) * dim; }
@@ -91,7 +90,7 @@ class Clustering {
   }
 
   // The first centres: a quarter are the most important keys, the others are keys at equal steps of rank.
-  void seed(float *mean_importance) {
+  void seed() {
     for (int j = 0; j < p.sampled; j++) order[j] = {importance[j], j};
     const auto heavier = [](const Ranked &a, const Ranked &b) { return a.importance > b.importance; };
     const auto counts = [&](const Ranked &key) { return !real || real[key.place]; };
@@ -103,15 +102,14 @@ class Clustering {
       const int64_t rank = c < head ? c : head + (2 * reach * (c - head) + parts) / (2 * parts);
       const int chosen = order[std::min(rank, last)].place;
       std::copy_n(&rows[chosen * span], span, &centre[c * span]);
-      mean_importance[c] = importance[chosen];
     }
   }
 
   // One step of Lloyd's algorithm: assigns every key to its nearest centre, and moves every centre to the weighted mean
   // of its keys.
-  void move(float *mean_importance) {
+  void move() {
     for (int64_t c = 0; c < p.count; c++) half[c] = -0.5f * product(&centre[c * span], &centre[c * span], both);
-    for (auto *x : {&sums, &mass, &along}) std::fill(x->begin(), x->end(), 0.0f);
+    for (auto *x : {&sums, &mass}) std::fill(x->begin(), x->end(), 0.0f);
     float closeness[TILE];
     int32_t label[TILE];
     for (int64_t first = 0; first < p.sampled; first += TILE) {
@@ -122,14 +120,10 @@ class Clustering {
         const float share = weight[first + i];
         add(&sums[label[i] * span], &rows[(first + i) * span], share, span);
         mass[label[i]] += share;
-        along[label[i]] += share * importance[first + i];
       }
     }
-    for (int64_t c = 0; c < p.count; c++) {
-      if (!(mass[c] > 0.0f)) continue;
-      for (int d = 0; d < span; d++) centre[c * span + d] = sums[c * span + d] / mass[c];
-      mean_importance[c] = along[c] / mass[c];
-    }
+    for (int64_t c = 0; c < p.count; c++)
+      for (int d = 0; mass[c] > 0.0f && d < span; d++) centre[c * span + d] = sums[c * span + d] / mass[c];
   }
 
   // Writes `x . c - |c|^2 / 2` of features x as a linear function of keys and values.

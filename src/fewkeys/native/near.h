@@ -17,34 +17,47 @@ struct Window {
   static int64_t most(const Near &p, int rows) { return std::clamp<int64_t>(p.left + p.right + rows, 0, p.keys); }
 };
 
+// hidden (keys), zeros before <- 1 for padding and for the keys of a list, which windows skip.
+static void hide(const Near &p, int64_t key_head, int64_t list, uint8_t *hidden) {
+  const uint8_t *real = real_keys(p.real, p.key, key_head, p.keys);
+  for (int64_t j = 0; real && j < p.keys; j++) hidden[j] = !real[j];
+  for (int64_t c = list * p.entries; c < (list + 1) * p.entries; c++)
+    if (p.used[c]) hidden[p.place[c]] = 1;
+}
+
 // Turns scores into weights, for one tile of queries at a time.
 class NearWeights {
  public:
   Floats score, near;  // for the shared columns; for the band
   Floats mass;         // of every stand-in for every query, and a spare row
+  Floats part;         // the mass of each stand-in for one of its keys, and a zero
 
   explicit NearWeights(const Near &p)
       : score((p.entries + p.means + p.rank) * TILE), near(Window::most(p, TILE) * TILE), mass((p.means + 1) * TILE),
-        p(p) {}
+        part(p.means + 1), p(p) {}
 
   // Begins a tile, before what its queries keep is subtracted from the masses of stand-ins.
   void begin(int64_t head) {
-    for (int c = 0; c < p.means; c++) std::fill_n(&mass[c * TILE], TILE, p.total[head * p.means + c]);
+    const float *total = p.total + head * p.means, *size = p.size + head * p.means;
+    for (int c = 0; c < p.means; c++) {
+      std::fill_n(&mass[c * TILE], TILE, total[c]);
+      part[c] = total[c] / std::max(size[c], 1.0f);
+    }
   }
 
-  // Scores of the band. A query that sees a key takes the key's share from the mass of its stand-in.
-  void look_near(Tile &tile, int64_t head, int64_t position, const Window &window) {
+  // Scores of the band. A query that sees a key takes its part from the mass of its stand-in.
+  void look_near(Tile &tile, int64_t head, int64_t position, const Window &window, const uint8_t *hidden) {
     for (int j = 0; j < window.count; j++) {
-      const int64_t at = window.begin + j, index = head * p.keys + at;
-      const float share = p.means ? p.share[index] : 0.0f;
+      const int64_t at = window.begin + j;
       const int low = std::max<int64_t>(at - p.right - position, 0);
       const int high = std::min<int64_t>(at + p.left - position, TILE);
-      tile.show(&near[j * TILE], lane, p.hidden && p.hidden[index] ? TILE : low, high);
-      if (share == 0.0f) continue;
+      tile.show(&near[j * TILE], lane, hidden[at] ? TILE : low, high);
+      if (hidden[at] || !p.means) continue;
       count_multiply_adds(TILE);
-      float *left = &mass[p.label[index] * TILE];
+      const int64_t c = p.label[head * p.keys + at];
+      float *left = &mass[c * TILE];
       for (int v = 0; v < TILE; v += LANES)
-        store(left + v, load(left + v) - within(lane + v, low, high, broadcast(share), broadcast(0.0f)));
+        store(left + v, load(left + v) - within(lane + v, low, high, broadcast(part[c]), broadcast(0.0f)));
     }
   }
 
@@ -184,7 +197,7 @@ class NearAttention {
       : p(p), wide(round_up(p.value_dim)), query(p.dim * TILE), mixed(TILE * wide), band(p), weights(p) {}
 
   // Computes the outputs of a tile of consecutive queries of a query head.
-  void attend(const Columns<T> &shared, int64_t head, int64_t first) {
+  void attend(const Columns<T> &shared, const uint8_t *hidden, int64_t head, int64_t first) {
     const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
     const int64_t key_head = head / p.gqa_ratio, position = first + p.offset;
     const Window window(p, position, rows);
@@ -195,7 +208,7 @@ class NearAttention {
 
     Tile tile;
     weights.begin(key_head);
-    weights.look_near(tile, key_head, position, window);
+    weights.look_near(tile, key_head, position, window, hidden);
     weights.finish(tile, key_head, position, window.count);
 
     std::fill(mixed.begin(), mixed.end(), 0.0f);
@@ -222,9 +235,15 @@ static void attend_near(const Near &p, int threads) {
   const int64_t lists = p.heads / p.gqa_ratio;
   const int64_t tiles = divide_up(p.queries, TILE);
   std::vector<Columns<T>> shared(lists, Columns<T>(p));
-  in_parallel(threads, lists, [] { return 0; }, [&](int, int64_t head) { shared[head].gather(head); }, 16);
+  std::vector<uint8_t> hidden(lists * p.keys);
+  const auto gather = [&](int, int64_t head) {
+    shared[head].gather(head);
+    hide(p, head, head, &hidden[head * p.keys]);
+  };
+  in_parallel(threads, lists, [] { return 0; }, gather, 16);
   const auto attend = [&](NearAttention<T> &attention, int64_t t) {
-    attention.attend(shared[t / tiles / p.gqa_ratio], t / tiles, t % tiles * TILE);
+    const int64_t list = t / tiles / p.gqa_ratio;
+    attention.attend(shared[list], &hidden[list * p.keys], t / tiles, t % tiles * TILE);
   };
   in_parallel(threads, tiles * p.heads, [&] { return NearAttention<T>(p); }, attend, 4);
 }

@@ -1,5 +1,4 @@
 // Attention to the lists and stand-ins of cohorts of queries and to a window around each query: `near.h` for cohorts.
-// `fewkeys.rest.base.CohortStandIns` has the equations.
 //
 // Cohorts attend to their lists and stand-ins first. Then the queries attend to their windows in the order of the
 // sequence. Both parts are joined by their largest scores and their sums of weights.
@@ -29,12 +28,9 @@ struct Surroundings {
     top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t *members = p.order + (head * p.cohorts + h) * p.queries;
-      const int64_t list = (head * p.cohorts + h) * p.entries;
       for (int64_t i = 0; i < p.queries; i++)
         if (members[i] >= 0) cohort[members[i]] = h;
-      if (p.hidden) std::copy_n(p.hidden + keys, p.keys, &hidden[h * p.keys]);
-      for (int64_t c = 0; c < p.entries; c++)
-        if (p.used[list + c]) hidden[h * p.keys + p.place[list + c]] = 1;
+      hide(p, head, head * p.cohorts + h, &hidden[h * p.keys]);
     }
   }
 
@@ -53,7 +49,7 @@ template <class T>
 class CohortAttention {
  public:
   explicit CohortAttention(const Near &p)
-      : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p), part(p.means + 1) {}
+      : p(p), query(p.dim * TILE), mixed(TILE * round_up(p.value_dim)), weights(p), shared(p) {}
 
   // Attends with TILE queries of a cohort, from the entry `first` of its order on, and stores the partial results.
   void attend(Surroundings &around, int64_t of, int64_t first) {
@@ -80,8 +76,7 @@ class CohortAttention {
   Floats query, mixed;
   NearWeights weights;
   Columns<T> shared;
-  int64_t gathered = -1;    // the cohort that `shared` holds
-  std::vector<float> part;  // the mass of each stand-in for one of its keys; zero for hidden keys
+  int64_t gathered = -1;  // the cohort that `shared` holds
   const T *asking[TILE];
   int64_t row[TILE], place[TILE];  // numbers of the queries among all of the key head, and their positions
 
@@ -101,14 +96,12 @@ class CohortAttention {
   // The mass of a stand-in loses an equal part for each key in a query's window that the list does not have. The spare
   // row takes what is subtracted for hidden keys.
   void subtract_windows(const Surroundings &around, int64_t of, int rows) {
-    const float *total = p.total + of * p.means, *size = p.size + of * p.means;
-    for (int64_t c = 0; c < p.means; c++) part[c] = total[c] / std::max(size[c], 1.0f);
     const uint8_t *hidden = &around.hidden[of % p.cohorts * p.keys];
     for (int i = 0; i < rows; i++) {
       const Window window(p, place[i] + p.offset, 1);
       for (int64_t j = window.begin; j < window.begin + window.count; j++) {
         const int64_t c = hidden[j] ? p.means : p.label[around.keys + j];
-        weights.mass[c * TILE + i] -= part[c];
+        weights.mass[c * TILE + i] -= weights.part[c];
       }
     }
   }

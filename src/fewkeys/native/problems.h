@@ -25,7 +25,7 @@ static inline const uint8_t *real_keys(const uint8_t *real, const Rows &rows, in
 }
 
 // `near.h`. With cohorts (`near_cohorts.h`), each counts as a head with its list and stand-ins; `cohorts` of them share
-// a key head with its labels and hidden keys.
+// a key head with its labels.
 struct Near {
   Rows query, key, value, out;
   const int64_t *place;  // (B Hkv, entries): positions of the list's keys
@@ -33,28 +33,16 @@ struct Near {
   const float *mean_key, *mean_value;       // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor;  // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;       // (B Hkv, means); no bias: null
-  const float *bounds;    // (B Hkv, 2, rank): middle and reach of the queries' coordinates
-  const int64_t *label;   // (B Hkv, Nk)
-  const float *share;     // (B Hkv, Nk); null for cohorts
-  const uint8_t *hidden;  // (B Hkv, Nk): keys that the window skips; or null
-  const float *size;      // (B Hkv, means): the number of keys of a cohort's stand-in; or null
+  const float *bounds;   // (B Hkv, 2, rank): middle and reach of the queries' coordinates
+  const float *size;     // (B Hkv, means): the number of keys of a stand-in
+  const int64_t *label;  // (B Hkv, Nk)
+  const uint8_t *real;
   // (B heads, Nq): the queries of a cohort, numbered through the `asking` query heads of the key head with `asked`
   // queries each, or -1. Null without cohorts.
   const int64_t *order;
   int64_t heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
   int64_t cohorts, asking, asked;
   float scale;
-};
-
-// `Adder` of `keys.h`.
-struct Sums {
-  Rows key, value;
-  const int64_t *label;  // (B Hkv, Nk)
-  const float *share;    // (B Hkv, Nk)
-  float *sums;           // (B Hkv, C, D + Dv)
-  const float *middle;   // (B Hkv, D); null: no products are needed
-  float *products;       // (B Hkv, D, Dv): the sum of share_j (k_j - middle) v_j^T
-  int64_t heads, keys, dim, value_dim, count;
 };
 
 // `extent.h`.
@@ -67,12 +55,13 @@ struct Extents {
 
 // `frame.h`.
 struct Framed {
-  Rows query, key, value;         // (B, Hq, M, D): a sample; padding of keys and values is zero
-  const float *asked, *real;      // (B): numbers of queries and of keys of a head, without padding
-  float *mean_query, *second;     // (B Hkv, D), (B Hkv, D, D)
-  float *mean, *value_mean;       // (B Hkv, D), (B Hkv, Dv)
-  float *unit;                    // (B Hkv)
-  float *root, *form, *shift;     // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
+  Rows query, key, value;          // (B, Hq, M, D): a sample; padding of keys and values is zero
+  const float *asked, *real;       // (B): numbers of queries and of keys of a head, without padding
+  float *mean_query;               // (B Hkv, D)
+  float *second, *covariance;      // (B Hkv, D, D)
+  float *mean, *value_mean;        // (B Hkv, D), (B Hkv, Dv)
+  float *unit;                     // (B Hkv)
+  float *root, *form, *shift;      // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
   int64_t heads, gqa_ratio, queries, keys, dim, value_dim;
   float scale, ridge;
 };
@@ -81,12 +70,11 @@ struct Framed {
 struct Clustered {
   Rows key, value, sample_key, sample_value;
   const uint8_t *real;
-  const float *form, *shift;              // as in `Framed`
-  const float *middle, *unit;             // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
-  float *cluster_importance;              // (B Hkv, C)
-  float *centre, *constant;               // (B Hkv, C, D + Dv), (B Hkv, C)
-  int64_t *label;                         // (B Hkv, Nk): the first cluster with the largest x . centre + constant
-  float *distance, *spread, *importance;  // (B Hkv, Nk)
+  const float *form, *shift;   // as in `Framed`
+  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv): the unit of values
+  float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C)
+  int64_t *label;              // (B Hkv, Nk): the first cluster with the largest x . centre + constant
+  float *distance;             // (B Hkv, Nk)
   int64_t heads, keys, sampled, dim, value_dim, count, steps;
   float tilt, lowest;
   float near;  // the least squared distance from a centre, relative to that from the mean
@@ -139,7 +127,7 @@ struct Tilts {
 };
 
 // `cohort_means.h`. The sums of `Tilts` are overwritten.
-struct CohortStandIns {
+struct StandIns {
   const float *mass, *energy, *level, *together;  // as in `Tilts`
   const float *mean, *within;                     // (B Hkv, H, D), (B Hkv, D, D)
   const float *middle, *unit;                     // (B Hkv, D), (B Hkv)

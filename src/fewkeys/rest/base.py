@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewkeys.core.catalogue import Listed
 from fewkeys.core.fields import Fields
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, marked
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_count
@@ -23,21 +23,27 @@ from fewkeys.sketch.sums import members
 
 @dataclass(frozen=True, eq=False)
 class StandIns(Fields):
-    """C stand-ins per key head that represent the keys a query does not keep.
+    """C stand-ins for the keys that a query does not keep: the same for all queries (H = 1), or of each of H cohorts.
 
-    For a scaled query q, stand-in c has the score `s_c = q . key_c + bias_c + q^T curvature q / 2` and the weight
-    `n_c f(s_c)`, where `n_c = sum_{j: label_j = c} share_j` is over the keys j that the query does not keep. Its value
-    is `value_c`, plus the first-order term `factor_c u right`, `u = min(max(q left - middle, -reach), reach)`.
+    For a scaled query q of cohort h, stand-in c has the score `s_c = q . key_hc + bias_hc + q^T curvature_h q / 2` and
+    the weight `n_c f(s_c)`,
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv), bias and factor (B, Hkv, C), curvature (B, Hkv, D, D), left
-    (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), bounds (B, Hkv, 2, r): middle and reach; label, int64, and
-    share (B, Hkv, Nk), zero for keys that all queries keep and for padding. Labels, shares, bounds have no gradient.
+        n_c = mass_hc (keys j of label_j = c that the query does not keep) / size_hc,
+
+    where size_hc counts these keys outside the list that all queries of the cohort share: each further key that a query
+    keeps takes an equal part. Under a bias of distances a key counts exp(bias) times. The value is `value_hc`, plus the
+    first-order term `factor_hc u right_h`, `u = min(max(q left_h - middle, -reach), reach)`.
+
+    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv), mass, size, bias and factor (B, Hkv, H, C), curvature
+    (B, Hkv, H, D, D), left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv) or None (identity), bounds (B, Hkv, H, 2, r):
+    middle and reach; label (B, Hkv, Nk), int64. Gradients flow through key, value, left, right, bias and curvature.
     """
 
     key: Tensor
     value: Tensor
+    mass: Tensor
+    size: Tensor
     label: Tensor
-    share: Tensor
     bias: Tensor | None = None
     left: Tensor | None = None
     right: Tensor | None = None
@@ -47,48 +53,12 @@ class StandIns(Fields):
 
     @property
     def count(self) -> int:
-        return self.key.shape[2]
-
-    @cached_property
-    def member(self) -> Tensor:
-        """(B, Hkv, Nk, C): the shares, each in the column of its label."""
-        return members(self.label, self.share, self.count)
-
-    @cached_property
-    def total(self) -> Tensor:
-        """(B, Hkv, C): the sum of the shares of each stand-in."""
-        return self.share.new_zeros(self.key.shape[:3]).scatter_add_(-1, self.label, self.share)
-
-
-@dataclass(frozen=True, eq=False)
-class CohortStandIns(Fields):
-    """C stand-ins for each of H cohorts of queries, over clusters of keys that all cohorts share.
-
-    For a scaled query q of cohort h, stand-in c has the score `q . key_hc + bias_hc` and the weight `n_c exp(score)`,
-
-        n_c = mass_hc (keys of cluster c that the query does not keep) / size_hc,
-
-    where size_hc counts the keys of the cluster outside the cohort's list: each neighbour that a query keeps besides
-    takes an equal part. Under a bias of distances a key counts exp(bias) times.
-
-    All else is as in `StandIns`, with the cohorts as a third dimension of all tensors but label; mass and size have the
-    shape of bias. Gradients flow through key, value and left.
-    """
-
-    key: Tensor
-    value: Tensor
-    bias: Tensor
-    mass: Tensor
-    size: Tensor
-    label: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
-    factor: Tensor | None = None
-    bounds: Tensor | None = None
-
-    @property
-    def count(self) -> int:
         return self.key.shape[3]
+
+    def member(self, unkept: Tensor) -> Tensor:
+        """(B, Hkv, Nk, C), with stand-ins of all queries: what each key counts for, of those of `unkept`."""
+        part = (self.mass / self.size.clamp_min(1)).squeeze(2).gather(-1, self.label)
+        return members(self.label, unkept * part, self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +130,7 @@ class RangeStandIns(Fields):
         return size - kept.scatter_add_(-1, place.clamp_max(self.count - 1), (index >= 0).to(size.dtype))
 
 
-AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
+AnyStandIns = StandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
@@ -250,11 +220,13 @@ class CountedRest(Rest, ABC, listed=False):
 
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
-    """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in working precision."""
-    dtype = working_dtype(inputs.key.dtype)
-    if graph.hidden is None:
-        return inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
-    return (graph.hidden == 0).to(dtype)
+    """(B, Hkv, Nk), 1 for real keys outside the list that all queries share and 0 elsewhere, in working precision."""
+    x, shared = inputs, graph.shared
+    free = x.key.new_ones((x.batch, x.kv_heads, x.keys), dtype=torch.bool)
+    if shared is not None:
+        free = marked(shared.index.squeeze(2), shared.used.squeeze(2), x.keys) == 0
+    free = free if x.valid is None else free & x.valid[:, None]
+    return free.to(working_dtype(x.key.dtype))
 
 
 def value_shift(query: Tensor, left: Tensor, right: Tensor | None, bounds: Tensor | None) -> Tensor:

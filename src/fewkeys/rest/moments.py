@@ -49,13 +49,15 @@ class Moments(Rest):
         spread, value_spread = (key - mean_key) * member, value - mean_value
         with constants():
             reach = REACH * ((value_spread * member).square().sum(-2, keepdim=True) / count).sqrt()
-        return StandIns(
-            key=mean_key,
-            value=mean_value,
-            label=torch.zeros_like(free, dtype=torch.int64),
-            share=free,
-            left=spread.mT @ value_spread / count,
-            factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
-            curvature=spread.mT @ spread / count,
-            bounds=torch.cat([torch.zeros_like(reach), reach], 2),
-        )
+        one = {
+            "key": mean_key,
+            "value": mean_value,
+            "mass": member.sum(-2),
+            "size": member.sum(-2),
+            "left": spread.mT @ value_spread / count,
+            "factor": member.new_ones((inputs.batch, inputs.kv_heads, 1)),
+            "curvature": spread.mT @ spread / count,
+            "bounds": torch.cat([torch.zeros_like(reach), reach], 2),
+        }
+        label = torch.zeros_like(free, dtype=torch.int64)
+        return StandIns(label=label, **{name: part.unsqueeze(2) for name, part in one.items()})

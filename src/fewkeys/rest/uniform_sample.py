@@ -40,4 +40,6 @@ class UniformSample(CountedRest):
         share = (rank * count // available).clamp_max(count - 1)
         first = (torch.arange(count, device=free.device) * available + count - 1) // count
         index = order.gather(-1, first.clamp_max(inputs.keys - 1))
-        return StandIns(take(inputs.key, index), take(inputs.value, index), label=share, share=free)
+        size = free.new_zeros(index.shape).scatter_add_(-1, share, free).unsqueeze(2)
+        key, value = (take(rows, index).unsqueeze(2) for rows in (inputs.key, inputs.value))
+        return StandIns(key, value, mass=size, size=size, label=share)

@@ -12,9 +12,9 @@ from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import CountedSelector, of_valid, shared_top, top_places
+from fewkeys.select.base import CountedSelector, of_valid, top_places
 from fewkeys.sketch.backend import compiled_at_once
-from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, key_statistics
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame
 from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
 
@@ -32,7 +32,7 @@ class Outliers(CountedSelector):
 
     `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
     by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
-    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); a shared list ignores it.
+    distances, the importance includes that of the bias (`fewkeys.sketch.cohort_bias`).
     """
 
     clusters: int
@@ -51,8 +51,6 @@ class Outliers(CountedSelector):
         return self.beside(inputs, Graph(inputs))
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        if self.cohorts == 1:
-            return kept | shared_top(inputs, self.scores(inputs), self.count)
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
         bias = None if x.bias is None else bias_importance(x, parts, x.bias, kept.band)
         if bias is None and compiled_at_once(x):
@@ -63,13 +61,9 @@ class Outliers(CountedSelector):
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
             index, used = top_places(scores if bias is None else scores.add_(bias), self.count)
+        if self.cohorts == 1:
+            return kept | Graph(x, columns=Columns(index, used, x.queries))
         return kept | Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
-
-    def scores(self, inputs: Inputs) -> Tensor:
-        """(B, Hkv, Nk): twice the expression above, with the factor `PAIR`."""
-        distance = clusters(inputs, self.clusters).distance
-        tiny = torch.finfo(distance.dtype).tiny
-        return key_statistics(inputs).importance + PAIR * distance.clamp_min(tiny).log()
 
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
         """(B, Hkv, Nk): the terms that the scores of all cohorts share."""

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar, TypeVarTuple
 
-from torch import Tensor
-
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants
-from fewkeys.core.impl import COMPILED, Impl
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 
 Result = TypeVar("Result")
@@ -27,11 +25,6 @@ def statistic(compute: Callable[[Inputs, *Args], Result]) -> Callable[[Inputs, *
         return inputs.remember((remembered, *args), constant)
 
     return remembered
-
-
-def compiled(impl: Impl, *tensors: Tensor) -> bool:
-    """Whether compiled kernels read these tensors: `impl` allows it, and no gradient is needed."""
-    return impl in COMPILED and native.suits(*tensors)
 
 
 def compiled_at_once(inputs: Inputs) -> bool:

@@ -23,7 +23,7 @@ from fewkeys.native.build import IndefiniteError
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import Subset, sample, sample_keys
-from fewkeys.sketch.sums import label_sums
+from fewkeys.sketch.sums import sums_by_label
 
 TILT = 0.5
 """Keys weigh `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
@@ -68,24 +68,16 @@ class Frame:
 
 
 @dataclass(frozen=True, eq=False)
-class KeyStatistics:
-    """Of every key (B, Hkv, Nk): `spread`, the mean square `E (q . k_j)^2` for the centred key; `importance` g_j."""
-
-    spread: Tensor
-    importance: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class KeyClusters:
-    """A partition of the real keys of every head.
+    """A partition of the real keys of every head into `count` clusters.
 
     `label` (B, Hkv, Nk), int64: the cluster, the first of equally near ones; undefined for padding. `distance`
-    (B, Hkv, Nk): squared, to its centre. `importance` (B, Hkv, C): weighted mean importance of a cluster's keys.
+    (B, Hkv, Nk): squared, to its centre.
     """
 
     label: Tensor
     distance: Tensor
-    importance: Tensor
+    count: int
 
 
 @statistic
@@ -95,6 +87,16 @@ def query_moments(inputs: Inputs) -> QueryMoments:
     rows = working(sampled.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
     total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
     return QueryMoments(scale * total / count, scale**2 * square / count)
+
+
+@statistic
+def query_covariance(inputs: Inputs) -> Tensor:
+    """The covariance C (B, Hkv, D, D) of the scaled queries."""
+    moments = query_moments(inputs)
+    covariance = moments.second - moments.mean.mT @ moments.mean
+    size, variance = (part.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] for part in (moments.second, covariance))
+    # Equal queries have no covariance: what rounding leaves of the difference must not become one.
+    return covariance.where(variance > 64 * torch.finfo(size.dtype).eps * size, 0.0)
 
 
 def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
@@ -140,21 +142,10 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame:
     )
     statistics = native.frame(queries, key, value, asked, real, scale=inputs.scale, ridge=RIDGE)
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
+    covariance = statistics.pop("covariance")
     inputs.remember((query_moments,), lambda: moments)
+    inputs.remember((query_covariance,), lambda: covariance)
     return Frame(**statistics)
-
-
-@statistic
-def key_statistics(inputs: Inputs) -> KeyStatistics:
-    """Importance and score spread of every key; `clusters` computes them, too. Cost O(n D^2)."""
-    units, key = frame(inputs), working(inputs.key.detach())
-    spread = key.new_empty(key.shape[:3])
-    rows, root, middle, length = (p.flatten(0, 1) for p in (key, units.root, units.mean @ units.root, spread))
-    for heads, piece in _pieces(rows, rows.shape[-1]):
-        length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
-    spread.square_()
-    on_mean = (key @ units.form[:, :, -1:].mT).squeeze(-1) - units.shift[:, :, -1]
-    return KeyStatistics(spread, _importance(spread, on_mean))
 
 
 def _importance(spread: Tensor, on_mean: Tensor) -> Tensor:
@@ -171,11 +162,8 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         tensors = {"form": units.form, "shift": units.shift, "middle": units.value_mean, "unit": units.unit}
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real
-        results = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
-        label, distance, spread, key_importance, importance = results
-        inputs.remember((key_statistics,), lambda: KeyStatistics(spread, key_importance))
-        return KeyClusters(label, distance, importance)
-    centres, importance = _lloyd(inputs, units, subset, count)
+        return KeyClusters(*native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers), count)
+    centres = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
     on_key = centres[..., : inputs.head_dim] @ units.root.mT
     on_value = units.unit * centres[..., inputs.head_dim :]
@@ -183,9 +171,18 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
     constant = constant - on_key @ units.mean.mT - on_value @ units.value_mean.mT
     nearest, label = _nearest(key, value, torch.cat([on_key, on_value], -1), constant)
     of_value = (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
-    energy = key_statistics(inputs).spread + of_value
+    energy = _spread(key, units) + of_value
     # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
-    return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
+    return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), count)
+
+
+def _spread(key: Tensor, units: Frame) -> Tensor:
+    """`E (q . k_j)^2` (B, H, N) of the centred keys (B, H, N, D)."""
+    spread = units.root.new_empty(key.shape[:3])
+    rows, root, middle, length = (p.flatten(0, 1) for p in (working(key), units.root, units.mean @ units.root, spread))
+    for heads, piece in _pieces(rows, rows.shape[-1]):
+        length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
+    return spread.square_()
 
 
 def _sampled(count: int) -> tuple[int, int]:
@@ -219,8 +216,8 @@ def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
             yield slice(head, head + heads_at_once), slice(start, start + step)
 
 
-def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Tensor, Tensor]:
-    """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
+def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> Tensor:
+    """Centres (B, Hkv, C, D + Dv) in feature space."""
     totals = inputs.whole.totals
     key, value = (working(subset.take(rows.detach())) for rows in (inputs.key, inputs.value))
     products = (key @ frame.form.mT).sub_(frame.shift.mT)
@@ -232,22 +229,17 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> tuple[Te
     weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     weight = weight.masked_fill(hidden, 0.0)
     # The sample is small: each of several processes takes the same steps on all of it.
-    parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, real_importance))
-    on_query, on_value, importance, weight, real_importance = parts
-    first = _seeds(real_importance, count)
-    centres = torch.cat([take(on_query, first), take(on_value, first)], -1)
-    mean_importance = importance.gather(-1, first)
+    parts = (totals.rows(part) for part in (on_query, on_value, weight, real_importance))
+    on_query, on_value, weight, real_importance = parts
+    first, features = _seeds(real_importance, count), torch.cat([on_query, on_value], -1)
+    centres = take(features, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
         _, label = _nearest(on_query, on_value, centres, half)
-        total = label_sums(on_query, on_value, label, weight, count, inputs.impl)[0]
-        mass, importance_sum = (
-            weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)
-        )
-        least = mass.clamp_min(torch.finfo(mass.dtype).tiny)
-        centres = torch.where((mass > 0).unsqueeze(-1), total / least.unsqueeze(-1), centres)
-        mean_importance = torch.where(mass > 0, importance_sum / least, mean_importance)
-    return centres, mean_importance
+        total = sums_by_label(features, weight.unsqueeze(2), label, count).squeeze(2)
+        mass = weight.new_zeros(first.shape).scatter_add_(-1, label, weight).unsqueeze(-1)
+        centres = torch.where(mass > 0, total / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
+    return centres
 
 
 def _seeds(scores: Tensor, count: int) -> Tensor:

@@ -20,11 +20,12 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
 from fewkeys.sketch.backend import compiled_at_once, statistic
-from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
-from fewkeys.sketch.gram import triangular_root
+from fewkeys.sketch.clusters import QUERY_SAMPLE, TILT, frame, query_covariance, query_moments
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, members, split, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
+COHORT_TILT = 0.8
+"""The t of several cohorts. They are narrow: it is nearer to one than `TILT`, for all queries."""
 COHORT_QUERIES = 16
 """The smallest cohort that pays for its preparation."""
 COHORTS_PER_QUERY = 3
@@ -39,13 +40,14 @@ class Cohorts:
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
     `mean` m (B, Hkv, H, D), of scaled queries; `within` W (B, Hkv, D, D); `filled` (B, Hkv), int64: how many cohorts
-    have queries.
+    have queries; `tilt`: the t of `fewkeys.sketch.tilted`.
     """
 
     place: Tensor
     mean: Tensor
     within: Tensor
     filled: Tensor
+    tilt: float = COHORT_TILT
 
     @property
     def count(self) -> int:
@@ -55,6 +57,8 @@ class Cohorts:
 @statistic
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
     """The queries in `count` cohorts, a power of two, or fewer (`_at_most`). Cost O(n D log count)."""
+    if count == 1:
+        return _one(inputs)
     x, real, subset = inputs, inputs.valid_queries, sample_keys(inputs, *METRIC_SAMPLE)
     key = working(subset.take(x.key.detach()))
     if x.shard is not None:
@@ -80,14 +84,26 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
     places = [pad(p.place, (0, most - p.place.shape[3], 0, sets - p.count), value=-1) for p in parts]
     means = [pad(p.mean, (0, 0, 0, sets - p.count)) for p in parts]
     fields = places, means, [p.within for p in parts], [p.filled for p in parts]
-    return Cohorts(*(torch.cat(rows)[order] for rows in fields))
+    place, mean, within, filled = (torch.cat(rows)[order] for rows in fields)
+    return Cohorts(place, mean, within, filled)
 
 
 @statistic
 def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
-    root = triangular_root(cohorts.within, RIDGE)
-    return 0.5 * (working(inputs.key.detach()) @ root - frame(inputs).mean @ root).square_().sum(-1)
+    centred = working(inputs.key.detach()) - frame(inputs).mean
+    return 0.5 * (centred @ cohorts.within).mul_(centred).sum(-1)
+
+
+def _one(inputs: Inputs) -> Cohorts:
+    """All queries as one cohort."""
+    x, real = inputs, inputs.valid_queries
+    frame(x)  # its kernel computes the moments, too
+    mean, covariance = query_moments(x).mean, query_covariance(x)
+    place = torch.arange(x.gqa_ratio * x.queries, device=x.query.device)
+    place = place if real is None else place.where(real.repeat(1, x.gqa_ratio)[:, None, None], -1)
+    filled = torch.full((x.batch, x.kv_heads), 1, device=place.device)
+    return Cohorts(place.expand(x.batch, x.kv_heads, 1, -1), mean, covariance, filled, TILT)
 
 
 def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> Cohorts:

@@ -4,29 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import fewkeys.native as native
-from fewkeys.core.impl import Impl
-from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.sketch.backend import compiled
 
 CHUNK = 32
 """Rows of one label that `sums_by_label` adds in one product."""
-
-
-def label_sums(
-    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, impl: Impl, middle: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) of keys (B, H, N, D) and values (B, H, N, Dv).
-
-    With middle (B, H, 1, D), also `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv). `label` (B, H, N), int64, `share`
-    (B, H, N) and middle carry no gradient; keys and values do.
-    """
-    if compiled(impl, key, value, share):
-        return native.label_sums(key, value, label, share, count, middle)
-    member = members(label, share, count).mT
-    products = None if middle is None else ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
-    return torch.cat([member @ working(key), member @ working(value)], -1), products
 
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -38,8 +19,10 @@ def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> T
     """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
 
     Each chunk of rows with one label (B, H, N) is a product of matrices. Cost O(T M X) with T = N + count `CHUNK`,
-    memory O(T (M + X)) for M up to `CHUNK`.
+    memory O(T (M + X)) for M up to `CHUNK`. For M = 1 all rows are one product, of cost O(N count X).
     """
+    if weights.shape[2] == 1:
+        return (members(label, weights.squeeze(2), count).mT @ rows).unsqueeze(2)
     place, of_chunk = _chunks(label, count)
     chunks = torch.unflatten(take(pad(rows, (0, 0, 0, 1)), place), 2, (-1, CHUNK))
     share = pad(weights, (0, 1)).gather(-1, place.unsqueeze(2).expand(-1, -1, weights.shape[2], -1))

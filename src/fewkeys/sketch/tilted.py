@@ -1,8 +1,8 @@
 """For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
-are `e_hj = exp(t (g_hj - g_hc))`, t = 0.8, exponents clamped to +-2. Cohorts are narrow: t is nearer to one than for
-all queries (`fewkeys.sketch.clusters`).
+are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2, as for a query that is at t between indifferent to the
+cluster (0) and fully attending to it (1).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, half_variance
 from fewkeys.sketch.sums import sums_by_label
 
-COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
 """No key outweighs another one of its cluster by more than e^4."""
 
@@ -52,7 +51,7 @@ def tilted_sums(
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
-    args = TiltArgs(facts, clusters.importance.shape[-1], together, totals)
+    args = TiltArgs(facts, clusters.count, together, cohorts.tilt, totals)
     *by_cluster, level, products = (_by_kernels if compiled_at_once(x) else _by_torch)(x.key, x.value, args)
     mass, energy, size, key, value = map(totals.sum, by_cluster)
     return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
@@ -69,6 +68,7 @@ class TiltArgs:
     facts: dict[str, Any]
     count: int
     together: bool
+    tilt: float
     totals: Totals
 
 
@@ -109,7 +109,7 @@ def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
     facts = args.facts
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
     importance: Tensor = facts["mean"] @ centred.mT + facts["half_variance"].unsqueeze(2)
-    e = importance.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    e = importance.sub_(level.gather(-1, label)).mul_(args.tilt).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if facts["real"] is not None:
         e.mul_(facts["real"][:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
@@ -118,7 +118,7 @@ def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
 
 def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
     def kernel(key: Tensor, value: Tensor) -> Any:
-        return native.tilt(key, value, args.facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        return native.tilt(key, value, args.facts, args.count, args.together, tilt=args.tilt, largest=LARGEST_TILT)
 
     if not wants_gradient(key, value):
         return Tilted(*kernel(key, value))

@@ -23,7 +23,7 @@ from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
 from fewkeys.flow import attend
 from fewkeys.plan import Plan
-from fewkeys.sketch.clusters import key_statistics
+from fewkeys.sketch.clusters import frame
 from fewkeys.tuning.candidates import Candidate
 
 
@@ -42,7 +42,7 @@ def score_layer(
 ) -> Scores:
     """Run every candidate in every head of a layer, over all batches. `done` is called after each candidate and batch.
 
-    Candidates share query moments, key statistics, and clusters of the same number. Cost per batch: one exact attention
+    Candidates share query moments and clusters of the same number. Cost per batch: one exact attention
     and every candidate. Memory: one batch and one candidate.
     """
     projection = capture.projection(layer)
@@ -54,7 +54,7 @@ def score_layer(
         common = call.checked(generator)
         truth, real = exact.attend(common, Softmax()).float(), _real(common)
         squared_size = torch.linalg.vector_norm(_layer_output(truth, projection), dim=-1).square().clamp_min(1e-30)
-        key_statistics(common)
+        frame(common)
         clusters, problem = -1, common
         for index, candidate in by_clusters:
             if candidate.plan.rest.clusters != clusters:

@@ -12,7 +12,7 @@ from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import sized, struct
-from fewkeys.rest.base import CohortStandIns, StandIns
+from fewkeys.rest.base import StandIns
 
 
 def attend(problem: Problem) -> Tensor:
@@ -21,7 +21,7 @@ def attend(problem: Problem) -> Tensor:
     Scores and sums are float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is
     stored.
     """
-    x, graph, s = problem.inputs, problem.graph, cast("StandIns | CohortStandIns | None", problem.stand_ins)
+    x, graph, s = problem.inputs, problem.graph, cast("StandIns | None", problem.stand_ins)
     if graph.scan is not None:
         return by_scan.attend(problem)
     columns = graph.columns
@@ -44,7 +44,7 @@ def attend(problem: Problem) -> Tensor:
         **tensors,
         query=x.query,
         out=output,
-        hidden=None if graph.band is None else graph.hidden,
+        real=x.valid,
         offset=x.offset,
         causal=x.is_causal,
         scale=x.scale,
@@ -57,11 +57,8 @@ def attend(problem: Problem) -> Tensor:
     return output
 
 
-def _tensors(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
+def _tensors(s: StandIns) -> dict[str, Tensor | None]:
     """The tensors of stand-ins, by their names in the kernels' arguments."""
-    means = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
-    means |= {"bias": s.bias, "factor": s.factor, "bounds": s.bounds}
-    means |= (
-        {"total": s.mass, "size": s.size} if isinstance(s, CohortStandIns) else {"total": s.total, "share": s.share}
-    )
-    return {"label": s.label} | {name: part if part is None else part.float() for name, part in means.items()}
+    numbers = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
+    numbers |= {"bias": s.bias, "factor": s.factor, "bounds": s.bounds, "total": s.mass, "size": s.size}
+    return {"label": s.label} | {name: part if part is None else part.float() for name, part in numbers.items()}

@@ -29,7 +29,7 @@ MOST, MOST_BYTES = 256, 2**26
 """The most calls that are remembered, and the most memory for what their kernels write before the output."""
 _RULES = {Outliers, Window, ClusterMeans}
 """Rules that read numbers by kernels and torch's operations only."""
-_ALLOCATING = ("aten::empty_like", "aten::full", "aten::new_empty")
+_ALLOCATING = ("aten::arange", "aten::empty_like", "aten::full", "aten::new_empty")
 _UNKNOWN = object()
 _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""

@@ -19,7 +19,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source, assembled
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns, unkept
 
 CACHED_SCORES = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
@@ -59,7 +59,7 @@ def attend(problem: Problem) -> Tensor:
         sources.append(PastMeans(stand_ins, isinstance(weights, Softmax)))
     elif isinstance(stand_ins, StandIns):
         near = [source for source in sources if isinstance(source, Kept) and source.is_represented]
-        sources.append(Means(stand_ins, near))
+        sources.append(Means(stand_ins, unkept(x, graph), near))
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
 
     query = x.grouped_query().flatten(0, 1)

@@ -22,7 +22,7 @@ from fewkeys.core.weights import positive
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
-from fewkeys.rest.base import CohortStandIns, value_shift
+from fewkeys.rest.base import StandIns, value_shift
 
 
 def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
     to rounding. Cost O(n slots (D + Dv)).
     """
     x, s = problem.inputs, problem.stand_ins
-    width = columns.index.shape[3] + (s.count if isinstance(s, CohortStandIns) else 0)
+    width = columns.index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
     rows, most = [], at_once(x.query)
     for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
@@ -51,7 +51,7 @@ def _part(
     s, (batch, heads) = problem.stand_ins, part
     inputs = problem.inputs.heads(heads, batch)
     lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
-    if isinstance(s, CohortStandIns):
+    if isinstance(s, StandIns):
         s = s.changed(lambda tensor: tensor[part])
     graph = Graph(inputs, problem.graph.band, lists)
     return replace(problem, inputs=inputs, graph=graph, stand_ins=s), lists, place[part]
@@ -74,9 +74,9 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
         scores[0] = scores[0].masked_fill(~columns.used.unsqueeze(3), -torch.inf)
     if near is not None:
         scores.append(take(near.scores, place))
-    if isinstance(s, CohortStandIns):
+    if isinstance(s, StandIns):
         represented = s.size.unsqueeze(3)
-        extra = query @ s.key.mT + s.bias.unsqueeze(3)
+        extra = query @ s.key.mT if s.bias is None else query @ s.key.mT + s.bias.unsqueeze(3)
         if biases is not None:
             represented, extra = biases.mass(s), extra + biases.largest
         elif near is not None:
@@ -85,7 +85,7 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
     weights = problem.weights.kernel(scores)
     total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
     mixed = weights[0] @ list_value
-    if isinstance(s, CohortStandIns):
+    if isinstance(s, StandIns):
         mixed = mixed + weights[-1] @ s.value
         if s.left is not None and s.factor is not None:
             shift = value_shift(query, s.left, s.right, s.bounds)
@@ -142,7 +142,7 @@ class _Near:
         """The weighted sums (B, Hkv, R Nq, Dv) of the values."""
         return self._by_query(self.band.mix(in_blocks(self._by_head(weights), self.chunk.size), self.chunk))
 
-    def counts(self, stand_ins: CohortStandIns) -> Tensor:
+    def counts(self, stand_ins: StandIns) -> Tensor:
         """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
         seen = self.scores > -torch.inf
         counts = stand_ins.size.new_zeros((*seen.shape[:3], stand_ins.count))
@@ -164,7 +164,7 @@ class _Biases:
         if (band := distances.band) is not None:
             self.listed = self.listed & ((distance < -band[0]) | (distance > band[1]))
 
-    def mass(self, stand_ins: CohortStandIns) -> Tensor:
+    def mass(self, stand_ins: StandIns) -> Tensor:
         """(B, Hkv, H, M, C): sums of exp(bias - largest) over the keys of each cluster that a query does not keep."""
         x, label = self.inputs, stand_ins.label
         cluster = one_hot(label, stand_ins.count).to(self.of_list.dtype)

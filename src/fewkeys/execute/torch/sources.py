@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -247,18 +247,18 @@ class Band(KeySource):
 class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
-    def __init__(self, stand_ins: StandIns, near: Sequence[Kept]) -> None:
-        s = stand_ins.changed(lambda part: (working(part) if part.is_floating_point() else part).flatten(0, 1))
+    def __init__(self, stand_ins: StandIns, unkept: Tensor, near: Sequence[Kept]) -> None:
+        s = stand_ins.changed(lambda part: part.flatten(0, 1) if part.ndim == 3 else working(part).flatten(0, 2))
         if s.factor is not None:
             # The factors are one more column of the values.
             s = replace(s, value=torch.cat([s.value, s.factor.unsqueeze(-1)], -1))
-        self.rows, self.total = s, stand_ins.total.flatten(0, 1).unsqueeze(1)
-        self.stand_ins, self.near, self.width = stand_ins, near, stand_ins.count
+        self.rows, self.near, self.width = s, near, stand_ins.count
+        self.stand_ins, self.unkept = stand_ins, unkept
 
-    @property
+    @cached_property
     def member(self) -> Tensor:
-        """(H, Nk, C): the share of every key in every stand-in."""
-        return self.stand_ins.member.flatten(0, 1)
+        """(H, Nk, C): the part of every key in every stand-in."""
+        return self.stand_ins.member(self.unkept).flatten(0, 1)
 
     def scores(self, chunk: Chunk) -> Tensor:
         s, heads, query = self.rows, chunk.heads, chunk.query
@@ -269,7 +269,7 @@ class Means(Source):
         return scores
 
     def multiplicity(self, chunk: Chunk) -> Tensor:
-        total = self.total[chunk.heads]
+        total = self.rows.mass[chunk.heads].unsqueeze(1)
         kept = [source.represented(self.member, chunk) for source in self.near]
         if not kept:
             return total
