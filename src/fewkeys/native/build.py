@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,14 +108,20 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """
     if (steps := getattr(_recorder, "steps", None)) is not None:
         steps.append((name, problem, *dtypes))
-    library = _library()
-    kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
-    if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
-        library.fewkeys_watch()
-    outcome = getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
-    if outcome:
-        error, reason = _FAILURES[outcome]
-        raise error(f"{name}: expected it to finish, but {reason}")
+    repeat([(name, problem, *dtypes)])
+
+
+def repeat(steps: Sequence[Step]) -> None:
+    """Run kernels one after the other, as `call` does."""
+    library, threads = _library(), ctypes.c_int(torch.get_num_threads())
+    is_watched = threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler
+    for name, problem, *dtypes in steps:
+        kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
+        if is_watched:
+            library.fewkeys_watch()
+        if outcome := getattr(library, name)(ctypes.byref(problem), *kinds, threads):
+            error, reason = _FAILURES[outcome]
+            raise error(f"{name}: expected it to finish, but {reason}")
 
 
 @contextmanager

@@ -239,24 +239,15 @@ class Choosing {
     const int64_t first = tile * TILE, at = head * p.keys + first;
     const uint8_t *real = real_keys(p.real, p.key, head, p.keys);
     const int count = std::min<int64_t>(TILE, p.keys - first);
-    if (form_head != head) read_form(head);
-    to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
-    for (int d = 0; d < dim; d++)
-      for (int v = 0; v < TILE; v += LANES) {
-        float *x = &lanes[d * TILE + v];
-        store(x, load(x) - p.middle[head * dim + d]);
-      }
-    triangular(form.data(), dim, lanes.data(), turned.data());
     float distance[TILE], variance[TILE], sum[TILE];
+    if (p.within) vary(head, first, count);
+    std::copy_n(p.half_variance + at, count, variance);
     std::fill(std::copy_n(p.distance + at, count, distance), distance + TILE, 1.0f);
     const vec least = broadcast(std::max(p.near * far, std::numeric_limits<float>::min()));
-    count_multiply_adds((dim + 1) * TILE);
-    for (int v = 0; v < TILE; v += LANES) {
-      vec half = {};
-      for (int d = 0; d < dim; d++) half += load(&lanes[d * TILE + v]) * load(&turned[d * TILE + v]);
-      store(variance + v, half), store(sum + v, half + p.power * logarithm(max(load(distance + v), least)));
-    }
-    std::copy_n(variance, count, p.half_variance + at), std::copy_n(sum, count, offset + at);
+    count_multiply_adds(TILE);
+    for (int v = 0; v < TILE; v += LANES)
+      store(sum + v, load(variance + v) + p.power * logarithm(max(load(distance + v), least)));
+    std::copy_n(sum, count, offset + at);
     for (int i = 0; real && i < count; i++)
       if (!real[first + i]) offset[at + i] = -INFINITY;
   }
@@ -298,6 +289,26 @@ class Choosing {
   aligned_vector<int32_t> place;
   int64_t many[TILE];  // the number of candidates
   float least[TILE];   // a candidate's score must exceed it; infinity in lanes without a cohort
+
+  // Computes k^T W k / 2 of a tile of keys.
+  void vary(int64_t head, int64_t first, int count) {
+    float half[TILE];
+    if (form_head != head) read_form(head);
+    to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
+    for (int d = 0; d < dim; d++)
+      for (int v = 0; v < TILE; v += LANES) {
+        float *x = &lanes[d * TILE + v];
+        store(x, load(x) - p.middle[head * dim + d]);
+      }
+    triangular(form.data(), dim, lanes.data(), turned.data());
+    count_multiply_adds(dim * TILE);
+    for (int v = 0; v < TILE; v += LANES) {
+      vec sum = {};
+      for (int d = 0; d < dim; d++) sum += load(&lanes[d * TILE + v]) * load(&turned[d * TILE + v]);
+      store(half + v, sum);
+    }
+    std::copy_n(half, count, p.half_variance + head * p.keys + first);
+  }
 
   void read_form(int64_t head) {
     form_head = head;

@@ -26,17 +26,17 @@ static void triangular(const float *form, int dim, const float *lanes, float *to
     dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, to + r * TILE);
 }
 
-// Spread and importance of the keys in `lanes`. form: L^T, upper triangular, and the mean query. `scores` has D + 1
-// rows.
+// Spread, and half the variance of the scores, of the keys in `lanes`. form: L^T, upper triangular, and the mean query.
+// scores (D + 1, TILE) <- form times the keys.
 static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
-                float *importance) {
+                float *half) {
   triangular(form, dim, lanes, scores);
   measure(scores, shift, dim, spread);
   dots(form + dim * dim, dim, 1, dim, lanes, scores + dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {
     const vec along = load(scores + dim * TILE + v) - shift[dim];
     // k^T C k = E (q . k)^2 - (m . k)^2
-    store(importance + v, along + 0.5f * (load(spread + v) - along * along));
+    store(half + v, 0.5f * (load(spread + v) - along * along));
   }
 }
 

@@ -42,7 +42,7 @@ def cluster(
     seen: dict[str, Tensor],
     count: int,
     **numbers: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
     `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` of
@@ -50,15 +50,15 @@ def cluster(
     `Clustered`.
 
     Returns:
-        The cluster of every key, and its squared distance from the centre, both (B, H, N).
+        Of every key (B, H, N): its cluster, the squared distance from the centre, and `clusters.half_variance`.
     """
     *rows, real = sample
     key, value, sample_key, sample_value = alike(key, value, *rows)
     new = seen["form"].new_empty
-    distance, label = new(key.shape[:3]), new(key.shape[:3], dtype=torch.int64)
+    label, distance, half = (new(key.shape[:3], dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32))
     constant, centre = new((*key.shape[:2], count)), new((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     tensors = {**seen, "sample_key": sample_key, "sample_value": sample_value, "real": real, "label": label}
-    tensors |= {"distance": distance, "centre": centre, "constant": constant}
+    tensors |= {"distance": distance, "half_variance": half, "centre": centre, "constant": constant}
     sizes = {"sampled": sample_key.shape[2], "count": count}
     call("fewkeys_cluster", struct("Clustered")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
-    return label, distance
+    return label, distance, half

@@ -24,20 +24,20 @@ class Clustering {
     for (int64_t c = 0; c < p.count; c++) write(head, c);
   }
 
-  // Computes the clusters of a tile of all keys of a head, and the distances from their centres.
+  // Computes cluster, distance and half the variance of the scores of a tile of all keys of a head.
   void survey(int64_t head, int64_t tile) {
     const int64_t first = tile * TILE, at = head * p.keys + first;
     const int count = std::min<int64_t>(TILE, p.keys - first);
-    float spread[TILE], nearest[TILE], square[TILE], *values = &lanes[dim * TILE];
+    float spread[TILE], half[TILE], nearest[TILE], square[TILE], *values = &lanes[dim * TILE];
     int32_t label[TILE];
     to_lanes(p.key.at<T>(head, first), p.key.row, count, dim, 1.0f, lanes.data());
     to_lanes(p.value.at<T>(head, first), p.value.row, count, p.value_dim, 1.0f, values);
-    triangular(form(head), dim, lanes.data(), scores.data());
-    measure(scores.data(), shift(head), dim, spread);
+    see(form(head), shift(head), dim, lanes.data(), scores.data(), spread, half);
     dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
     nearest_of(scores.data(), p.constant + head * p.count, p.count, nearest, label);
     measure(values, p.middle + head * p.value_dim, p.value_dim, square);
     std::copy_n(label, count, p.label + at);
+    std::copy_n(half, count, p.half_variance + at);
     for (int i = 0; i < count; i++) {
       const float energy = spread[i] + square[i] * (p.unit[head] * p.unit[head]);
       p.distance[at + i] = std::max(energy - 2.0f * nearest[i], p.near * energy);
@@ -64,9 +64,10 @@ class Clustering {
   void look(int64_t head, int64_t first) {
     const int count = std::min<int64_t>(TILE, p.sampled - first);
     const float *origin = shift(head), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
-    float *features = &lanes[first * both], spread[TILE];
+    float *features = &lanes[first * both], spread[TILE], half[TILE];
     to_lanes(p.sample_key.at<T>(head, first), p.sample_key.row, count, dim, 1.0f, features);
-    see(form(head), origin, dim, features, scores.data(), spread, &importance[first]);
+    see(form(head), origin, dim, features, scores.data(), spread, half);
+    for (int i = 0; i < TILE; i++) importance[first + i] = scores[dim * TILE + i] - origin[dim] + half[i];
     for (int d = 0; d < dim; d++)
       for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - origin[d]);
     features += dim * TILE;

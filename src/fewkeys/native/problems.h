@@ -75,6 +75,7 @@ struct Clustered {
   float *centre, *constant;    // (B Hkv, C, D + Dv), (B Hkv, C)
   int64_t *label;              // (B Hkv, Nk): the first cluster with the largest x . centre + constant
   float *distance;             // (B Hkv, Nk)
+  float *half_variance;        // (B Hkv, Nk): k^T C k / 2 for all queries
   int64_t heads, keys, sampled, dim, value_dim, count, steps;
   float tilt, lowest;
   float near;  // the least squared distance from a centre, relative to that from the mean
@@ -95,7 +96,7 @@ struct Halves {
 // `Choosing` of `cohorts.h`.
 struct Best {
   Rows key;
-  const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D)
+  const float *mean, *within;  // (B Hkv, H, D), (B Hkv, D, D); no `within`: `half_variance` is given
   const float *middle;         // (B Hkv, D): the mean key
   const float *distance;       // (B Hkv, Nk): squared distance of a key from its centre
   const uint8_t *real;

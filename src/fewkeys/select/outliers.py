@@ -54,8 +54,9 @@ class Outliers(CountedSelector):
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
         bias = None if x.bias is None else bias_importance(x, parts, x.bias, kept.band)
         if bias is None and compiled_at_once(x):
-            facts = {"mean": parts.mean, "within": parts.within, "middle": frame(x).mean, "real": x.valid}
+            facts = {"mean": parts.mean, "middle": frame(x).mean, "real": x.valid}
             facts["distance"] = clusters(x, self.clusters).distance
+            facts |= {"half_variance": half_variance(x, parts)} if parts.are_one else {"within": parts.within}
             index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
             x.remember((half_variance, parts), lambda: variance)
         else:

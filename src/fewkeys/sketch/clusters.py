@@ -110,6 +110,13 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 
 
 @statistic
+def half_variance(inputs: Inputs) -> Tensor:
+    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
+    centred = working(inputs.key.detach()) - frame(inputs).mean
+    return 0.5 * (centred @ query_covariance(inputs)).mul_(centred).sum(-1)
+
+
+@statistic
 def frame(inputs: Inputs) -> Frame:
     """The frame. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
@@ -162,7 +169,9 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         tensors = {"form": units.form, "shift": units.shift, "middle": units.value_mean, "unit": units.unit}
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real
-        return KeyClusters(*native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers), count)
+        label, distance, half = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
+        inputs.remember((half_variance,), lambda: half)
+        return KeyClusters(label, distance, count)
     centres = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
     on_key = centres[..., : inputs.head_dim] @ units.root.mT

@@ -19,8 +19,9 @@ import fewkeys.native as native
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
+from fewkeys.sketch import clusters
 from fewkeys.sketch.backend import compiled_at_once, statistic
-from fewkeys.sketch.clusters import QUERY_SAMPLE, TILT, frame, query_covariance, query_moments
+from fewkeys.sketch.clusters import QUERY_SAMPLE, frame, query_covariance, query_moments
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, members, split, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
@@ -40,18 +41,23 @@ class Cohorts:
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
     `mean` m (B, Hkv, H, D), of scaled queries; `within` W (B, Hkv, D, D); `filled` (B, Hkv), int64: how many cohorts
-    have queries; `tilt`: the t of `fewkeys.sketch.tilted`.
+    have queries; `are_one`: whether all queries were to be one cohort.
     """
 
     place: Tensor
     mean: Tensor
     within: Tensor
     filled: Tensor
-    tilt: float = COHORT_TILT
+    are_one: bool = False
 
     @property
     def count(self) -> int:
         return self.place.shape[2]
+
+    @property
+    def tilt(self) -> float:
+        """The t of `fewkeys.sketch.tilted`."""
+        return clusters.TILT if self.are_one else COHORT_TILT
 
 
 @statistic
@@ -90,7 +96,9 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 @statistic
 def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
-    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
+    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
+    if cohorts.are_one:
+        return clusters.half_variance(inputs)
     centred = working(inputs.key.detach()) - frame(inputs).mean
     return 0.5 * (centred @ cohorts.within).mul_(centred).sum(-1)
 
@@ -103,7 +111,7 @@ def _one(inputs: Inputs) -> Cohorts:
     place = torch.arange(x.gqa_ratio * x.queries, device=x.query.device)
     place = place if real is None else place.where(real.repeat(1, x.gqa_ratio)[:, None, None], -1)
     filled = torch.full((x.batch, x.kv_heads), 1, device=place.device)
-    return Cohorts(place.expand(x.batch, x.kv_heads, 1, -1), mean, covariance, filled, TILT)
+    return Cohorts(place.expand(x.batch, x.kv_heads, 1, -1), mean, covariance, filled, are_one=True)
 
 
 def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count: int) -> Cohorts:

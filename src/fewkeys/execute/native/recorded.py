@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
-from fewkeys.native.build import IndefiniteError, Step, call, recorded_steps
+from fewkeys.native.build import IndefiniteError, Step, recorded_steps, repeat
 from fewkeys.native.tensors import suits
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans
@@ -135,8 +135,7 @@ class Recording:
         first = [part.data_ptr() for part in (*rows, output)]
         for args, name, row, offset in self.moved:
             setattr(args, name, first[row] + offset)
-        for step in self.steps:
-            call(*step)
+        repeat(self.steps)
         return output
 
 
