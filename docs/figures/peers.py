@@ -58,10 +58,13 @@ def _below(name: str) -> str:
     return ", ".join(shown) or "none"
 
 
-def _inputs_below(most: float) -> str:
-    """On how many inputs that is so at errors up to `most`, and which."""
-    names = [name for name in ENCODERS if _points_below(name, most)]
-    return f"{len(names)} of {len(ENCODERS)} inputs ({', '.join(f'`{name}`' for name in names)})"
+def _inputs_below(most: float, *kinds: str) -> str:
+    """On how many inputs that is so for methods of these kinds at errors up to `most`, and which."""
+    from experiments.peers.registry import PEERS
+
+    names = [name for name in ENCODERS if any(PEERS[peer].kind in kinds for peer in _points_below(name, most))]
+    listed = f" ({', '.join(f'`{name}`' for name in names)})" if names else ""
+    return f"{len(names)} of {len(ENCODERS)} inputs{listed}"
 
 
 LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}
@@ -194,8 +197,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers.openvino": _openvino,
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
-    "peers.below.half": partial(_inputs_below, 0.5),
-    "peers.below.any": partial(_inputs_below, 1.0),
+    "peers.below.half": partial(_inputs_below, 0.5, "rival", "control"),
+    "peers.below.rivals": partial(_inputs_below, 1.0, "rival"),
+    "peers.below.controls": partial(_inputs_below, 1.0, "control"),
     "peers.decoder": _decoder,
     "cohorts": _cohorts,
     "cohorts.of-the-oracle": _of_the_oracle,
