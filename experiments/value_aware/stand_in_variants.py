@@ -27,6 +27,7 @@ class Settings:
     window: int = 17
     means: int = 26
     rank: int = 8
+    reach: float = 0.25
     tilt: float = 0.5
     value_unit: float = 1.0
     weighted_clusters: bool = True
@@ -54,9 +55,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, s: Settings, mass: Tensor 
     features = torch.cat([k @ root, v * unit], -1)
     along = (k @ middle.mT).squeeze(-1)
     spread = (k @ root).square().sum(-1)
-    importance = along + 0.5 * (spread - along.square())
+    variance = spread - along.square()
+    importance = along + 0.5 * variance
 
-    member, distance, cluster_importance = _clusters(features, importance, s)
+    member, distance = _clusters(features, importance, s)
+    cluster_importance = (importance.unsqueeze(-2) @ member).squeeze(-2) / member.sum(-2).clamp_min(1)
     kept = _heavy(key, k, v, importance, distance, member, s)
     place = torch.arange(key.shape[-2])
     near = (place[:, None] - place).abs() <= (s.window - 1) // 2
@@ -69,10 +72,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, s: Settings, mass: Tensor 
     mean_key, mean_value = weight.mT @ k / total, weight.mT @ value / total
     log_mean = (mean_key * (middle + 0.5 * mean_key @ covariance)).sum(-1)
     bias = (t * (cluster_importance - log_mean)).clamp(-CLAMP, CLAMP) if t else torch.zeros_like(cluster_importance)
-    left = ((~keep).float() @ weight).clamp_min(0.0)
-    left = left.masked_fill(left <= 1e-5 * total.mT, 0.0)
-    stand_in = query @ mean_key.mT + bias.unsqueeze(-2) + left.log() + mass
     own = member * (~kept).unsqueeze(-1)
+    left = total.mT * ((~keep).float() @ own) / own.sum(-2, keepdim=True).clamp_min(1)
+    stand_in = query @ mean_key.mT + bias.unsqueeze(-2) + left.log() + mass
     off_key, off_value = k - own @ mean_key, value - own @ mean_value
     if s.second_order:
         stand_in = stand_in + _second_order(query, off_key, weight / total.mT).clamp(max=1.0)
@@ -90,30 +92,33 @@ def attend(query: Tensor, key: Tensor, value: Tensor, s: Settings, mass: Tensor 
             moved += on_means[..., c : c + 1] * ((query - centre[:, c : c + 1]) @ slope)
         return plain + moved, moved
     slope = (off_key * weight.sum(-1, keepdim=True)).mT @ off_value / weight.sum((-2, -1))[:, None, None]
-    slope = _cut(slope, second, s)
-    factor = _factors(weight, total, spread, mean_key @ root) if s.factors else torch.ones_like(total[..., 0])
-    shift = factor.unsqueeze(-1) * (centre @ slope)
-    moved = (on_means @ factor.unsqueeze(-1)) * (query @ slope) - on_means @ shift
+    left_factor, right_factor = _cut(slope, covariance, s)
+    around, reach = t * middle @ left_factor, s.reach * v.square().sum(-1).mean(-1).sqrt()[:, None, None]
+
+    def moves(rows: Tensor) -> Tensor:
+        return (rows @ left_factor - around).clamp(-reach, reach) @ right_factor
+
+    on_mean = ((mean_key @ covariance) * mean_key).sum(-1)
+    factor = _factors(weight, total, variance, on_mean) if s.factors else torch.ones_like(total[..., 0])
+    moved = (on_means @ factor.unsqueeze(-1)) * moves(query) - on_means @ (factor.unsqueeze(-1) * moves(centre))
     return plain + moved, moved
 
 
-def _clusters(features: Tensor, importance: Tensor, s: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Membership (H, N, C), squared distance to the own centre (H, N), weighted mean importance (H, C)."""
+def _clusters(features: Tensor, importance: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
+    """Membership (H, N, C), squared distance to the own centre (H, N)."""
     top = importance.amax(-1, keepdim=True)
     weight = (0.5 * (importance - top)).clamp_min(-8.0).exp() if s.weighted_clusters else torch.ones_like(importance)
     order = importance.argsort(-1, descending=True)
     head, last = s.means // 4, importance.shape[-1] - 1
     tail = head + ((last - head) * torch.linspace(0, 1, s.means - head)).round().long()
     seeds = order[:, torch.cat([torch.arange(head), tail]).clamp_max(last)]
-    rows = torch.cat([features, importance.unsqueeze(-1)], -1)
-    centres = rows.gather(-2, seeds.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    centres = features.gather(-2, seeds.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
     for _ in range(s.steps):
-        member = _nearest(features, centres[..., :-1]) * weight.unsqueeze(-1)
+        member = _nearest(features, centres) * weight.unsqueeze(-1)
         size = member.sum(-2).unsqueeze(-1)
-        centres = torch.where(size > 0, member.mT @ rows / size.clamp_min(1e-30), centres)
-    member = _nearest(features, centres[..., :-1])
-    distance = (features - member @ centres[..., :-1]).square().sum(-1)
-    return member, distance, centres[..., -1]
+        centres = torch.where(size > 0, member.mT @ features / size.clamp_min(1e-30), centres)
+    member = _nearest(features, centres)
+    return member, (features - member @ centres).square().sum(-1)
 
 
 def _nearest(features: Tensor, centres: Tensor) -> Tensor:
@@ -141,19 +146,19 @@ def _heavy(
     return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, scores.topk(s.outliers).indices, True)
 
 
-def _cut(slope: Tensor, second: Tensor, s: Settings) -> Tensor:
-    """The slope cut to `rank` in the query metric: onto the leading right eigenvectors of S^T E[q q^T] S."""
+def _cut(slope: Tensor, covariance: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
+    """Two factors of the slope cut to `rank` in the queries' metric: onto the leading right eigenvectors of S^T C S."""
     if s.rank >= slope.shape[-1]:
-        return slope
-    matrix = slope.mT @ second @ slope
+        return slope, torch.eye(slope.shape[-1])
+    matrix = slope.mT @ covariance @ slope
     vectors = torch.linalg.eigh(matrix).eigenvectors[..., -s.rank :] if s.eigenvectors else top_subspace(matrix, s.rank)
-    return slope @ vectors @ vectors.mT
+    return slope @ vectors, vectors.mT
 
 
-def _factors(weight: Tensor, total: Tensor, spread: Tensor, centres: Tensor) -> Tensor:
-    """sqrt(spread of a cluster / mean spread), at most 2."""
+def _factors(weight: Tensor, total: Tensor, variance: Tensor, of_mean: Tensor) -> Tensor:
+    """sqrt(spread of a cluster / mean spread), at most 2; `variance` of the scores of keys, `of_mean` of their mean."""
     mass = total.squeeze(-1)
-    inside = ((weight.mT @ spread.unsqueeze(-1)).squeeze(-1) / mass - centres.square().sum(-1)).clamp_min(0.0)
+    inside = ((weight.mT @ variance.unsqueeze(-1)).squeeze(-1) / mass - of_mean).clamp_min(0.0)
     mean = (inside * mass).sum(-1, keepdim=True) / mass.sum(-1, keepdim=True)
     return (inside / mean.clamp_min(1e-30)).sqrt().clamp_max(2.0)
 

@@ -1,10 +1,11 @@
 """The value-aware experiment: its parts obey their definitions, and the command runs, resumes and refuses."""
 
+import statistics
 from dataclasses import replace
 
 import pytest
 import torch
-from experiments.value_aware import data, evaluation, models, run, stages, summary
+from experiments.value_aware import data, evaluation, models, run, stages, stand_in_variants, summary
 from experiments.value_aware.hyper import hyper_weights
 from experiments.value_aware.methods import METHODS, Call, budget
 from experiments.value_aware.prefix import prefix_leverage
@@ -278,3 +279,16 @@ def test_unusable_text_is_one_line(tmp_path, content, capsys):
     assert message.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "work").exists()
+
+
+def test_variants_of_stand_ins_are_the_librarys_without_switches():
+    """But for heads with ties that rounding decides; also where queries are beyond the bounds of the first order."""
+    query, key, value = (torch.randn(9, 90, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    query, settings = 2 * query, stand_in_variants.Settings(outliers=4, window=5, means=6, rank=3)
+    plan = fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6, 3))
+    expected = fk.attention(*(rows.unsqueeze(0) for rows in (query, key, value)), plan=plan, scale=1.0).squeeze(0)
+    errors = []
+    for reach in (settings.reach, torch.inf):
+        actual, _ = stand_in_variants.attend(query, key, value, settings.but(reach=reach))
+        errors.append(statistics.median(map(fk.metrics.output_error, actual, expected)))
+    assert errors[0] < 1e-4 < 0.01 < errors[1]
