@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fewkeys.select.outliers import PAIR
+from fewkeys.sketch.clusters import NEAR
 from fewkeys.sketch.gram import top_subspace
 from fewkeys.sketch.leverage import leverage_scores
 
@@ -135,7 +137,7 @@ def _heavy(
     size = member.sum(-2).clamp_min(1).unsqueeze(-1)
     away = (v - member @ (member.mT @ v / size)).square().sum(-1)
     scores = {
-        "outliers": lambda: importance + distance.clamp_min(1e-30).log(),
+        "outliers": lambda: importance + PAIR * distance.maximum(NEAR * distance.amax(-1, keepdim=True)).log(),
         "importance": lambda: importance,
         "distance": lambda: distance,
         "contribution": lambda: 2 * importance + away.clamp_min(1e-30).log(),
