@@ -133,6 +133,8 @@ LISTS = {
 }
 MEANS = {
     "budget": fk.budget(32),
+    "one cohort": fk.budget(32, cohorts=1),
+    "one cohort, power weights": fk.Plan(fk.Outliers(5, 6) | fk.Window(9), fk.ClusterMeans(6), fk.weights.Power(2.0)),
     "two cohorts": fk.Plan(fk.Outliers(5, 6, cohorts=2), fk.ClusterMeans(6, cohorts=2)),
     "cohorts, wide window": fk.Plan(
         fk.Outliers(5, 6, cohorts=4) | fk.Window(60), fk.ClusterMeans(6, rank=2, cohorts=4)
@@ -296,9 +298,12 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
 
 def what_is_not_supported_is_said(rank, world):
     q, k, v = (shard(tensor, rank, world) for tensor in problem())
-    only = "keep: expected Leverage, KeyNorm or RandomKeys alone, or cohorts as in budget(slots), which work over ranks"
+    only = (
+        "keep: expected Leverage, KeyNorm or RandomKeys alone, or Outliers as in budget(slots), which work over ranks"
+    )
     raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.TopK(3)))
     raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.select.Leverage(3) | fk.Window(8)))
+    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2, cohorts=2) | fk.Sinks(1)))
     alone = "rest: expected Drop() beside KeyNorm"
     raises(ValueError, alone, lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.ClusterMeans(2)))
     causal = "keep: expected KeyScan, the causal rule that works over ranks"

@@ -52,10 +52,10 @@ def attention(
         key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
             ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys`, drawn with seed 0, alone. Or `Outliers` of cohorts, with or without
-            a `Window`. Or `KeyScan`: every rank scans its keys for the queries of all ranks, so what it sends grows
+        keep: `Leverage`, `KeyNorm` or `RandomKeys`, drawn with seed 0, alone. Or `Outliers`, with or without a
+            `Window`. Or `KeyScan`: every rank scans its keys for the queries of all ranks, so what it sends grows
             with their number.
-        rest: `Drop()`, the default; or `ClusterMeans` beside cohorts, or `BlockMeans` beside `KeyScan`.
+        rest: `Drop()`, the default; or `ClusterMeans` beside `Outliers`, or `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks; for `KeyScan` alone, with as many queries as keys on
             every rank.
@@ -133,7 +133,7 @@ def _rule(plan: Plan) -> Sharded:
     rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
     if rule is None:
         raise ValueError(
-            "keep: expected Leverage, KeyNorm or RandomKeys alone, or cohorts as in budget(slots), which work over "
+            "keep: expected Leverage, KeyNorm or RandomKeys alone, or Outliers as in budget(slots), which work over "
             f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
         )
     if plan.rest != Drop():

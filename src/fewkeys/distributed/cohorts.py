@@ -31,8 +31,9 @@ from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule that keeps a list for each cohort, if any."""
-    return next((part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1), None)
+    """The rule that keeps a list for each cohort, alone or beside windows; else None."""
+    rules = [part for part in plan.parts if not isinstance(part, Window)]
+    return rules[0] if len(rules) == 1 and isinstance(rules[0], Outliers) else None
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
@@ -49,7 +50,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     heads = score.shape[1:3]
     index = kept.index.unflatten(1, heads)
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
-    most, place = cohort.place.shape[3], cohort.place
+    most, place = cohort.place.shape[3], None if cohort.are_one else cohort.place
     local_lists = Columns(index, used.view(index.shape), most, place)
     stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
     if stand_ins is not None and not isinstance(stand_ins, StandIns):

@@ -120,7 +120,7 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
     S is pooled over cohorts; bounds are around each cohort's own t m_h S.
     """
     x, cohort, rank = inputs, cohorts(inputs, rest.cohorts), rest.rank
-    columns = graph.shared if rest.cohorts == 1 else graph.columns
+    columns = graph.shared if cohort.are_one else graph.columns
     if columns is None:
         none = cohort.place[..., :0]
         columns = Columns(none, none.bool(), x.queries)
