@@ -389,6 +389,13 @@ PROMISES = (
         (Law("kernels/test_recorded", "threads"),),
     ),
     Breakage(
+        "times: other programs are not noticed",
+        "cost/crossover.py",
+        "return best, calm >= CALM_TURNS and not watch.is_disturbed",
+        "return best, calm >= CALM_TURNS",
+        (Law("parts/test_crossover", "beside_other_programs"),),
+    ),
+    Breakage(
         "recorded: operations of torch are not repeated",
         "execute/native/recorded.py",
         "self.is_plain &= function",

@@ -11,9 +11,11 @@ import struct
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given as given_any, settings as limits, strategies as st
 
 from fewkeys import cli
+from fewkeys.core import clock
 from fewkeys.core.clock import in_words
 from fewkeys.core.records import seal
 from fewkeys.judge.result import SCHEMA, Report, Row, Sample, Skipped, WholeTime
@@ -277,6 +279,21 @@ def test_the_headline_says_from_where_on_which_plan_is_faster(series, sentence):
     assert "ms at 8,192" in text
     assert "speed" not in text
     assert Report.from_dict(result.to_dict()) == result
+
+
+def test_the_headline_says_that_other_programs_ran():
+    quiet, disturbed = (timed((64, 0.1, (0.5, 2.0, 3.0))).with_settings(disturbed=was) for was in (False, True))
+    assert headline(disturbed).removeprefix(headline(quiet)).startswith(" Other programs ran meanwhile")
+    assert headline(report([row(budget=None, ms=0.5)]).with_settings(disturbed=True)).endswith("an error of 50 %.")
+
+
+@pytest.mark.parametrize(("count", "disturbed"), [(0, False), (9, False), (130, True)])
+def test_other_programs_take_processors_away(count, disturbed, monkeypatch):
+    """In a tenth of a second, with two threads."""
+    counts = iter([1000, 1000 + count])
+    monkeypatch.setattr(clock, "preemptions", lambda: next(counts))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock.Watch().is_disturbed == disturbed
 
 
 def test_the_headline_at_one_length():

@@ -396,7 +396,7 @@ def test_oracles_pay_for_scoring_every_pair(keep):
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair
 
 
-def disturbed_calls(monkeypatch, times):
+def disturbed_calls(monkeypatch, times, preemptions=0):
     """Calls that take as many milliseconds as `times` say, turn by turn; the last for ever."""
     clock, made = [0.0], [0] * len(times)
 
@@ -405,6 +405,7 @@ def disturbed_calls(monkeypatch, times):
         made[which] += 1
 
     monkeypatch.setattr("fewkeys.core.clock.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("fewkeys.core.clock.preemptions", lambda: preemptions * sum(made))
     return [lambda which=which: call(which) for which in range(len(times))], made
 
 
@@ -423,6 +424,12 @@ def test_what_never_comes_to_rest_is_told(monkeypatch):
     calls, made = disturbed_calls(monkeypatch, [[0.95**turn for turn in range(90)], [300.0]])
     assert not crossover.fastest(calls, torch.device("cpu"))[1]
     assert made[0] == 1 + 7  # two seconds
+
+
+@pytest.mark.parametrize("preemptions", [0, 100])
+def test_steady_times_beside_other_programs_are_told(preemptions, monkeypatch):
+    calls, _ = disturbed_calls(monkeypatch, [[1.0], [2.0]], preemptions)
+    assert crossover.fastest(calls, torch.device("cpu")) == (pytest.approx([1.0, 2.0]), preemptions == 0)
 
 
 @pytest.mark.parametrize(("times", "sound"), [([1, 4, 1, 2, 3, 9], True), ([1, 4, 1, 2, 9, 3], False)])

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         captured, opened = inputs.read(arguments, step)
 
+        from fewkeys.core.clock import Watch
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.effect import time_model
         from fewkeys.judge.result import WholeTime
@@ -68,13 +69,14 @@ def run(arguments: argparse.Namespace) -> None:
         # A recommended plan that pays for every key is exact attention, without a budget, and has its time.
         wanted = {OURS, *user_plans}
         timed = [row for row in report.rows if row.name in wanted and row.name in plans.get(row.budget, {})]
-        timed_plans = [plans[row.budget][row.name] for row in timed]
+        timed_plans, watch = [plans[row.budget][row.name] for row in timed], Watch()
         for number, length in enumerate(lengths):
             step(number, len(lengths), f"times of whole models at {length:,} tokens")
             timings = time_model(opened.model, timed_plans, length, seconds=SECONDS)
             times += [WholeTime(row.name, row.budget, length, *ms) for row, ms in zip(timed, timings, strict=True)]
+        disturbed = bool(lengths) and watch.is_disturbed
     sample = None if report.sample is None else replace(report.sample, tokens=opened.tokens)
-    report = replace(report, whole_times=times, sample=sample).with_settings(text=opened.files)
+    report = replace(report, whole_times=times, sample=sample).with_settings(text=opened.files, disturbed=disturbed)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 

@@ -1,9 +1,15 @@
-"""Timing that waits for work on a GPU."""
+"""Timing that waits for work on a GPU, and whether other programs disturb it."""
 
+import sys
 from collections.abc import Callable
 from time import perf_counter
 
 import torch
+
+PREEMPTED = 60.0
+"""This many preemptions a second of each thread tell of other programs: a quiet machine has 20 to 40, and one program
+beside as many threads as there are processors about 90.
+"""
 
 
 def clock(work: Callable[[], object], device: torch.device) -> float:
@@ -11,6 +17,28 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
     start = _now(device)
     work()
     return _now(device) - start
+
+
+class Watch:
+    """Counts how often the system takes a processor from this process, from its creation on."""
+
+    def __init__(self) -> None:
+        self._start, self._count = perf_counter(), preemptions()
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs have used the processors, too. False where the system does not tell."""
+        seconds = perf_counter() - self._start
+        return preemptions() - self._count > PREEMPTED * torch.get_num_threads() * max(0.1, seconds)
+
+
+def preemptions() -> int:
+    """How often the system has taken a processor from this process; 0 where it does not tell."""
+    if sys.platform != "linux":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _now(device: torch.device) -> float:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fewkeys.core.clock import clock
+from fewkeys.core.clock import Watch, clock
 from fewkeys.core.extent import rescaled
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
@@ -198,7 +198,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
 
 
 def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple[list[tuple[Point, Point]], bool]:
-    """Units and fastest times of calls, two by two for a line each; and whether the times settled."""
+    """Units and fastest times of calls, two by two for a line each; and whether the times are undisturbed."""
     times, calm = fastest([call for _, call in points], setting.device)
     timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
     return list(zip(timed[::2], timed[1::2], strict=True)), calm
@@ -215,9 +215,12 @@ def _through(points: Sequence[Point]) -> Line:
 
 @torch.no_grad()
 def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], bool]:
-    """The fastest time of each call in ms, after a first run to warm up; and whether the times settled."""
+    """The fastest time of each call in ms, after a first run to warm up; and whether the times settled while no other
+    programs ran.
+    """
     for call in calls:
         call()
+    watch = Watch()
     best, calm, spent = [math.inf] * len(calls), 0, 0.0
     for turn in range(MOST_TURNS):
         times = [clock(call, device) for call in calls]
@@ -226,4 +229,4 @@ def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], b
         calm, spent = 0 if better else calm + 1, spent + sum(times)
         if calm >= CALM_TURNS or (spent > ENOUGH and turn + 1 >= FEWEST_TURNS):
             break
-    return best, calm >= CALM_TURNS
+    return best, calm >= CALM_TURNS and not watch.is_disturbed

@@ -12,13 +12,17 @@ from fewkeys.judge.standard import CONTROLS, OURS
 SMALL_ERROR = 0.1
 """A recommended plan has the fewest slots among those with an error of at most this."""
 
+DISTURBED = " Other programs ran meanwhile, so these times may be wrong: measure again when the machine is quiet."
+
 
 def headline(report: Report) -> str:
     """From which length a plan is faster than exact attention, and at what error."""
     row = recommended(report)
     if row is None:
         return "No method stayed within its budget."
-    return _of_lengths(report, row) if report.whole_times else _of_one_length(report, row)
+    if not report.whole_times:
+        return _of_one_length(report, row)
+    return _of_lengths(report, row) + (DISTURBED if report.settings.get("disturbed") else "")
 
 
 def recommended(report: Report) -> Row | None:
