@@ -1,7 +1,6 @@
 """What a benchmark says besides times: that it ran what it names, on what it names, and counts memory right."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import fewkeys as fk
 from captures import captured
 from fewkeys.bench.long_inputs import captured_inputs, random_inputs
 from fewkeys.bench.peak import PeakMemory
-from fewkeys.bench.timing import EXACT_PAIRS, Timing, bench, growth
+from fewkeys.bench.timing import EXACT_PAIRS, Timing, bench
 
 CPU = {"dtype": torch.float32}
 PLANS = {"few": fk.budget(16), "window": fk.Plan(fk.Window(9))}
@@ -97,15 +96,6 @@ def test_very_long_inputs_take_fewer_heads():
     assert EXACT_PAIRS == 2**32
 
 
-def test_growth_is_the_slope_per_head():
-    rows = [replace(ROW, length=n, ms=c * n**1.25, heads=c) for n, c in ((1024, 4), (4096, 4), (16384, 1))]
-    assert growth(rows, "few") == pytest.approx(1.25)
-    assert growth(rows, "other") is None
-    bent = [replace(ROW, length=1024, ms=1.0), *(replace(ROW, length=n, ms=float(n)) for n in (4096, 8192))]
-    assert growth(bent, "few") == pytest.approx(1.0)
-    assert growth([replace(ROW, length=n, ms=float(n**2)) for n in (512, 1024)], "few") == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize("lengths", [None, [40, 17, 1]])
 def test_captured_inputs_are_the_sequences_end_to_end(lengths):
     taken = captured(layers=3, lengths=lengths)
@@ -140,7 +130,6 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     assert (out / "time.png").read_bytes()[:4] == b"\x89PNG"
     actual = json.loads((out / "bench.json").read_text())
     assert actual["settings"]["inputs"] == "random"
-    assert set(actual["growth"]) == {"exact", "budget:16", "window:8", "random:8"}
     assert len(actual["rows"]) == 8
     assert cli.main(["bench", "--json", "--causal", "--backward", *small[:1], "--plans=window:8", *small[2:]]) == 0
     actual = json.loads(capsys.readouterr().out)

@@ -4,7 +4,6 @@ Exact attention and the plans take turns, so that a machine that slows down slow
 `impl="auto"` would not run them.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -27,8 +26,6 @@ TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
 """A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
 EXACT_PAIRS = 2**32
 """The most pairs of a query and a key in exact attention: longer inputs have fewer heads."""
-GROWTH_START = 4096
-"""Tokens from which `growth` is measured."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""
@@ -92,19 +89,6 @@ def bench(
         timings += [_timing(name, plan, inputs, times, exact) for name, plan in rows.items()]
     progress(total, total, "done")
     return timings
-
-
-def growth(rows: Sequence[Timing], name: str) -> float | None:
-    """The exponent with which a plan's time per head grows from `GROWTH_START` tokens to the last length, or from the
-    first length if fewer than two are that long.
-    """
-    timings = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
-    late = [row for row in timings if row.length >= GROWTH_START]
-    timings = late if len(late) > 1 else timings
-    if len(timings) < 2:
-        return None
-    first, last = timings[0], timings[-1]
-    return math.log(last.ms / last.heads * first.heads / first.ms) / math.log(last.length / first.length)
 
 
 def _call(x: Inputs, plan: Plan | None) -> Tensor:

@@ -1,5 +1,5 @@
 """Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in turns, at each length:
-their ratio, growth and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
+their ratio and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
 and the output error is measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or
 more lengths) and, with a model, error.png; the pictures also as PDF.
 """
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from fewkeys.bench.long_inputs import captured_inputs, random_inputs
     from fewkeys.bench.machine import machine, versions
-    from fewkeys.bench.timing import bench, growth
+    from fewkeys.bench.timing import bench
     from fewkeys.judge.standard import standard_plans
 
     options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
@@ -75,7 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
             **{name: getattr(arguments, name) for name in ("dtype", "causal", "backward")},
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
         },
-        "growth": {name: growth(rows, name) for name in ["exact", *plans]},
         "rows": [asdict(row) for row in rows],
     }
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fewkeys.bench.timing import Timing, growth
+from fewkeys.bench.timing import Timing
 from fewkeys.report.figure import draw_lines
 from fewkeys.report.headline import crossing
 from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
@@ -24,10 +24,6 @@ NOTES = {
 def print_timings(rows: Sequence[Timing]) -> None:
     """Print one line per plan and length."""
     print(show([_cells(row) for row in rows], notes=NOTES, drop=DROP))
-    for name in dict.fromkeys(row.name for row in rows):
-        exponent = growth(rows, name)
-        if exponent is not None:
-            print(f"{name}: time grows with the power {exponent:.2f} of the length")
 
 
 def _cells(row: Timing) -> dict[str, str]:
