@@ -69,8 +69,8 @@ def attention(
             it happens.
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
             query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for
-            stand-ins as in `fewkeys.core.distances`. Oracles and `Outliers` choose keys with it, other rules without.
-            For plans of windows and lists with nothing or `ClusterMeans` beside them; not by "native".
+            stand-ins as in `fewkeys.core.distances`. Oracles and lists of cohorts choose keys with it, other rules
+            without. For plans of windows and lists with nothing or `ClusterMeans` beside them; not by "native".
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.

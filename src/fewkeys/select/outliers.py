@@ -32,7 +32,8 @@ class Outliers(CountedSelector):
 
     `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
     by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
-    distances, the importance includes that of the bias (`fewkeys.sketch.cohort_bias`).
+    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); for all queries it would
+    change nearly nothing.
     """
 
     clusters: int
@@ -52,7 +53,7 @@ class Outliers(CountedSelector):
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
         x, parts, key = inputs, cohorts(inputs, self.cohorts), inputs.key.detach()
-        bias = None if x.bias is None else bias_importance(x, parts, x.bias, kept.band)
+        bias = None if x.bias is None or parts.are_one else bias_importance(x, parts, x.bias, kept.band)
         if bias is None and compiled_at_once(x):
             facts = {"mean": parts.mean, "middle": frame(x).mean, "real": x.valid}
             facts["distance"] = clusters(x, self.clusters).distance
