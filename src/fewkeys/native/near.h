@@ -17,7 +17,7 @@ struct Window {
   static int64_t most(const Near &p, int rows) { return std::clamp<int64_t>(p.left + p.right + rows, 0, p.keys); }
 };
 
-// hidden (keys), zeros before <- 1 for padding and for the keys of a list, which windows skip.
+// hidden (keys) <- 1 for padding and for the keys of a list, which windows skip. It holds zeros before.
 static void hide(const Near &p, int64_t key_head, int64_t list, uint8_t *hidden) {
   const uint8_t *real = real_keys(p.real, p.key, key_head, p.keys);
   for (int64_t j = 0; real && j < p.keys; j++) hidden[j] = !real[j];

@@ -121,10 +121,10 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
     """
     x, cohort, rank = inputs, cohorts(inputs, rest.cohorts), rest.rank
     columns = graph.shared if cohort.are_one else graph.columns
-    if columns is None:
+    if columns is None and cohort.are_one:
         none = cohort.place[..., :0]
         columns = Columns(none, none.bool(), x.queries)
-    if columns.blocks != cohort.count:
+    if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     cluster, tilt = clusters(x, rest.count), cohort.tilt
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)

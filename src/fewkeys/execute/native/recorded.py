@@ -29,7 +29,8 @@ MOST, MOST_BYTES = 256, 2**26
 """The most calls that are remembered, and the most memory for what their kernels write before the output."""
 _RULES = {Outliers, Window, ClusterMeans}
 """Rules that read numbers by kernels and torch's operations only."""
-_ALLOCATING = ("aten::arange", "aten::empty_like", "aten::full", "aten::new_empty")
+_BY_SHAPE = ("aten::arange", "aten::empty_like", "aten::full", "aten::new_empty")
+"""Operations whose results depend on shapes alone."""
 _UNKNOWN = object()
 _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""
@@ -90,7 +91,7 @@ def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Te
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether torch does more than to allocate and view memory, and whether torch tells what it does."""
+    """Notes whether torch only views memory and makes tensors by shapes, and whether it tells what it does."""
 
     is_plain, is_told = True, False
 
@@ -98,7 +99,7 @@ class _Watch(TorchDispatchMode):
         with recorded_steps():  # kernels that other modes call are not of this call
             result = function(*args, **(options or {}))
         self.is_told = True
-        self.is_plain &= function.name().split(".")[0] in _ALLOCATING or (function.is_view and _is_inside(result, args))
+        self.is_plain &= function.name().split(".")[0] in _BY_SHAPE or (function.is_view and _is_inside(result, args))
         return result
 
 
