@@ -277,7 +277,7 @@ BREAKAGES = (
     Breakage(
         "all queries: means are tilted as far as those of narrow cohorts",
         "sketch/cohorts.py",
-        "return clusters.TILT if self.are_one else COHORT_TILT",
+        "return TILT if self.are_one else COHORT_TILT",
         "return COHORT_TILT",
         (Law("parts/test_stand_ins", "follow_their_equations"),),
     ),

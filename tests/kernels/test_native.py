@@ -347,7 +347,11 @@ def test_lloyds_steps(form, count, size, mean, dtype):
 @pytest.mark.parametrize("tokens", [300, 5000])
 @pytest.mark.parametrize(
     "plan",
-    [fk.budget(64).never_exact(), fk.budget(64, cohorts=1).never_exact(), fk.Plan(fk.Window(9), fk.rest.Drop())],
+    [
+        fk.budget(64).never_exact(),
+        fk.budget(64, cohorts=1).never_exact(),
+        fk.Plan(fk.select.KeyNorm(4), fk.ClusterMeans(8), fk.weights.Power(2.0)),
+    ],
     ids=str,
 )
 def test_threads_change_no_bit(plan, tokens):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
@@ -50,8 +50,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     heads = score.shape[1:3]
     index = kept.index.unflatten(1, heads)
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
-    most, place = cohort.place.shape[3], None if cohort.are_one else cohort.place
-    local_lists = Columns(index, used.view(index.shape), most, place)
+    local_lists = cohort.lists(index, used.view(index.shape))
     stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
     if stand_ins is not None and not isinstance(stand_ins, StandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
@@ -79,7 +78,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     position = torch.arange(key.shape[2], device=key.device)
     real = ((position < near.shape[2]) | (position >= near.shape[2] + right)).expand(x.batch, -1)
     local = Inputs(working(x.query), key, value, x.scale, offset=before.shape[2], valid=real)
-    columns = Columns(index.unflatten(1, heads), used.unflatten(1, heads), most, place)
+    columns = cohort.lists(index.unflatten(1, heads), used.unflatten(1, heads))
     return dispatch.attend(Problem(local, Graph(local, reach, columns), stand_ins, plan.weights)).to(x.query.dtype)
 
 

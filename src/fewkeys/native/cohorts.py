@@ -31,8 +31,7 @@ def best(key: Tensor, facts: dict[str, Any], count: int, *, near: float, power: 
     """
     mean = facts["mean"]
     index, used = (mean.new_empty((*mean.shape[:3], count), dtype=dtype) for dtype in (torch.int64, torch.bool))
-    half_variance = facts.get("half_variance")
-    half_variance = mean.new_empty(key.shape[:3]) if half_variance is None else half_variance
+    half_variance = facts["half_variance"] if "half_variance" in facts else mean.new_empty(key.shape[:3])
     tensors = {**facts, "index": index, "used": used, "half_variance": half_variance}
     numbers = {"cohorts": mean.shape[2], "count": count, "near": near, "power": power}
     call("fewkeys_best", struct("Best")(**sized(key), **tensors, **numbers), key.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_cohorts, check_count
@@ -104,13 +104,11 @@ class ClusterMeans(CountedRest):
 def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
     """Plain means of the keys and values of every cluster."""
     x, totals = inputs, inputs.whole.totals
-    label = clusters(x, count).label
-    with constants():
-        share = unkept(x, graph)
-        size = totals.sum(share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share))
-    rows = torch.cat([working(x.key), working(x.value)], -1)
-    sums, size = totals.sum(sums_by_label(rows, share.unsqueeze(2), label, count)), size.unsqueeze(2)
-    key, value = (sums / _at_least_tiny(size).unsqueeze(-1)).split([x.head_dim, x.value_dim], -1)
+    label, share = clusters(x, count).label, unkept(x, graph)
+    rows = torch.cat([torch.ones_like(share).unsqueeze(-1), working(x.key), working(x.value)], -1)
+    sums = totals.sum(sums_by_label(rows, share.unsqueeze(2), label, count))
+    size = sums[..., 0].detach()
+    key, value = (sums[..., 1:] / _at_least_tiny(size).unsqueeze(-1)).split([x.head_dim, x.value_dim], -1)
     return StandIns(key, value, size, size, label)
 
 
@@ -122,8 +120,8 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
     x, cohort, rank = inputs, cohorts(inputs, rest.cohorts), rest.rank
     columns = graph.shared if cohort.are_one else graph.columns
     if columns is None and cohort.are_one:
-        none = cohort.place[..., :0]
-        columns = Columns(none, none.bool(), x.queries)
+        empty = cohort.place[..., :0]
+        columns = cohort.lists(empty, empty.bool())
     if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     cluster, tilt = clusters(x, rest.count), cohort.tilt

@@ -49,7 +49,7 @@ class Moments(Rest):
         spread, value_spread = (key - mean_key) * member, value - mean_value
         with constants():
             reach = REACH * ((value_spread * member).square().sum(-2, keepdim=True) / count).sqrt()
-        one = {
+        tensors = {
             "key": mean_key,
             "value": mean_value,
             "mass": member.sum(-2),
@@ -60,4 +60,4 @@ class Moments(Rest):
             "bounds": torch.cat([torch.zeros_like(reach), reach], 2),
         }
         label = torch.zeros_like(free, dtype=torch.int64)
-        return StandIns(label=label, **{name: part.unsqueeze(2) for name, part in one.items()})
+        return StandIns(label=label, **{name: part.unsqueeze(2) for name, part in tensors.items()})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
@@ -14,9 +14,9 @@ from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import CountedSelector, of_valid, top_places
 from fewkeys.sketch.backend import compiled_at_once
-from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, half_variance
 from fewkeys.sketch.cohort_bias import bias_importance
-from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
+from fewkeys.sketch.cohorts import Cohorts, cohorts
 
 PAIR = 0.999
 """A factor of log distances: of two keys alone in a cluster, whose scores would be equal, the more important wins."""
@@ -57,22 +57,20 @@ class Outliers(CountedSelector):
         if bias is None and compiled_at_once(x):
             facts = {"mean": parts.mean, "middle": frame(x).mean, "real": x.valid}
             facts["distance"] = clusters(x, self.clusters).distance
-            facts |= {"half_variance": half_variance(x, parts)} if parts.are_one else {"within": parts.within}
+            facts |= {"half_variance": half_variance(x, parts.within)} if parts.are_one else {"within": parts.within}
             index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
-            x.remember((half_variance, parts), lambda: variance)
+            x.remember((half_variance, parts.within), lambda: variance)
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))
             index, used = top_places(scores if bias is None else scores.add_(bias), self.count)
-        if self.cohorts == 1:
-            return kept | Graph(x, columns=Columns(index, used, x.queries))
-        return kept | Graph(x, columns=Columns(index, used, parts.place.shape[3], parts.place))
+        return kept | Graph(x, columns=parts.lists(index, used))
 
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
         """(B, Hkv, Nk): the terms that the scores of all cohorts share."""
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
-        return half_variance(inputs, parts) + PAIR * distance.maximum(least).log()
+        return half_variance(inputs, parts.within) + PAIR * distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
         choosing = 4.0 * inputs.head_dim**2 + (2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0)

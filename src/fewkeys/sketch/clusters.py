@@ -110,10 +110,12 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 
 
 @statistic
-def half_variance(inputs: Inputs) -> Tensor:
-    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
+def half_variance(inputs: Inputs, covariance: Tensor) -> Tensor:
+    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys, for queries of this covariance C: their importance if the
+    mean query is zero.
+    """
     centred = working(inputs.key.detach()) - frame(inputs).mean
-    return 0.5 * (centred @ query_covariance(inputs)).mul_(centred).sum(-1)
+    return 0.5 * (centred @ covariance).mul_(centred).sum(-1)
 
 
 @statistic
@@ -170,7 +172,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real
         label, distance, half = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
-        inputs.remember((half_variance,), lambda: half)
+        inputs.remember((half_variance, query_covariance(inputs)), lambda: half)
         return KeyClusters(label, distance, count)
     centres = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.

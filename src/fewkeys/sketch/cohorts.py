@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fewkeys.native as native
+from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
-from fewkeys.sketch import clusters
 from fewkeys.sketch.backend import compiled_at_once, statistic
-from fewkeys.sketch.clusters import QUERY_SAMPLE, frame, query_covariance, query_moments
+from fewkeys.sketch.clusters import QUERY_SAMPLE, TILT, frame, query_covariance, query_moments
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, members, split, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
@@ -57,7 +57,11 @@ class Cohorts:
     @property
     def tilt(self) -> float:
         """The t of `fewkeys.sketch.tilted`."""
-        return clusters.TILT if self.are_one else COHORT_TILT
+        return TILT if self.are_one else COHORT_TILT
+
+    def lists(self, index: Tensor, used: Tensor) -> Columns:
+        """The columns of lists (B, Hkv, H, S) of the cohorts; if they are one, the list that all queries share."""
+        return Columns(index, used, self.place.shape[3], None if self.are_one else self.place)
 
 
 @statistic
@@ -92,15 +96,6 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
     fields = places, means, [p.within for p in parts], [p.filled for p in parts]
     place, mean, within, filled = (torch.cat(rows)[order] for rows in fields)
     return Cohorts(place, mean, within, filled)
-
-
-@statistic
-def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
-    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
-    if cohorts.are_one:
-        return clusters.half_variance(inputs)
-    centred = working(inputs.key.detach()) - frame(inputs).mean
-    return 0.5 * (centred @ cohorts.within).mul_(centred).sum(-1)
 
 
 def _one(inputs: Inputs) -> Cohorts:

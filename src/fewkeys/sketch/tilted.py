@@ -19,8 +19,8 @@ from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
 from fewkeys.native.tensors import wants_gradient
 from fewkeys.sketch.backend import compiled_at_once
-from fewkeys.sketch.clusters import KeyClusters, frame
-from fewkeys.sketch.cohorts import Cohorts, half_variance
+from fewkeys.sketch.clusters import KeyClusters, frame, half_variance
+from fewkeys.sketch.cohorts import Cohorts
 from fewkeys.sketch.sums import sums_by_label
 
 LARGEST_TILT = 2.0
@@ -49,7 +49,7 @@ def tilted_sums(
 ) -> Tilted:
     """The sums without the keys `index` (B, Hkv, H, S), those `used`, of each cohort. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
-    facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts)}
+    facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts.within)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(facts, clusters.count, together, cohorts.tilt, totals)
     *by_cluster, level, products = (_by_kernels if compiled_at_once(x) else _by_torch)(x.key, x.value, args)
