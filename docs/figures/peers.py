@@ -104,6 +104,31 @@ def _of_the_oracle() -> str:
     return f"{_at('minilm', 64, 32)['error'] / best:.2f}"
 
 
+def _from_when() -> str:
+    """From which multiple of the time of one cohort with 64 slots on a plan with cohorts has less error than every plan
+    of one cohort in the same time, at each length.
+    """
+    shown = []
+    for name, length in LENGTHS.items():
+        rows = _data("cohorts")["settings"][name]["rows"]
+        ones, others = ([row for row in rows if (row["cohorts"] == 1) == is_one] for is_one in (True, False))
+        better = (
+            row["ms"]
+            for row in others
+            if not any(one["ms"] <= row["ms"] and one["error"] <= row["error"] for one in ones)
+        )
+        shown.append(f"{min(better) / _at(name, 64, 1)['ms']:.1f} at {length}")
+    return ", ".join(shown)
+
+
+def _one_cohort() -> str:
+    """Time and error of one cohort with 96 slots, relative to `budget(192)`."""
+    cohorts = budget(192).keep.cohort_lists
+    pairs = [(_at(name, 96, 1), _at(name, 192, cohorts)) for name in LENGTHS]
+    times, errors = (sorted(one[key] / usual[key] for one, usual in pairs) for key in ("ms", "error"))
+    return f"{times[0]:.1f} to {times[-1]:.1f} of the time, with {errors[0]:.1f} to {errors[-1]:.1f} times the error"
+
+
 def _decoder() -> str:
     by_peer: dict[str, dict[int, dict[str, Any]]] = {}
     for row in _data("smollm2")["rows"]:
@@ -203,4 +228,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers.decoder": _decoder,
     "cohorts": _cohorts,
     "cohorts.of-the-oracle": _of_the_oracle,
+    "cohorts.from-when": _from_when,
+    "cohorts.one": _one_cohort,
 }
