@@ -25,7 +25,7 @@ from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, Rows, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
-from fewkeys.execute.native import recorded
+from fewkeys.execute.native import by_heads
 from fewkeys.execute.problem import prepare
 from fewkeys.guard.fallback import Guard
 from fewkeys.native.tensors import is_trained
@@ -69,7 +69,7 @@ def checked(
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
     Models store the rows of all heads of a token side by side. A plan with cohorts reads those of one head in any
-    order: they are copied side by side if it will answer.
+    order: they are copied side by side if it will answer, for all heads (here) or for a few at a time (`by_heads`).
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -78,7 +78,8 @@ def checked(
     how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
-        by_head = has_cohorts and not gives_way(plan, (query, key, value), *how)
+        rows = query, key, value
+        by_head = has_cohorts and by_heads.are_few(*rows) and not gives_way(plan, rows, *how)
         return native.largest_and_rows(query, key, value, by_head)
 
     return check_inputs(query, key, value, look=look, clear=False, **options)
@@ -154,11 +155,11 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
 
 
 def _computed(inputs: Inputs, plan: Plan) -> Tensor:
-    def compute() -> Tensor:
-        problem = prepare(inputs, plan)
+    def compute(x: Inputs) -> Tensor:
+        problem = prepare(x, plan)
         return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
 
-    return recorded.attend(inputs, plan, compute)
+    return by_heads.attend(inputs, plan, compute)
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:

@@ -1,7 +1,7 @@
 // The largest magnitudes of queries, keys and values (`fewkeys.core.validation.largest_entries`), and copies of their
 // rows head by head, in one pass over memory.
 #pragma once
-#include "lanes.h"
+#include "rows.h"
 
 namespace fewkeys {
 
@@ -48,6 +48,7 @@ static void extents(const Extents &p, int threads) {
     for (int64_t n = first; n < std::min(part.count, first + EXTENT); n++)
       for (int64_t h = 0; h < part.rows.heads; h++) {
         const T *row = rows + h * part.rows.head + n * part.rows.row;
+        prefetch(row + (std::min(part.count - 1, n + EXTENT) - n) * part.rows.row, part.dim * sizeof(T));
         look_at(row, part.dim, seen);
         if (part.copy) std::copy_n(row, part.dim, part.copy + ((head + h) * part.count + n) * part.dim);
       }

@@ -36,8 +36,10 @@ _recordings: dict[Hashable, Recording | None] = {}
 """By plan and shapes, the last used ones at the end; None: the call has other operations."""
 
 
-def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor]) -> Tensor:
-    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels."""
+def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor], out: Tensor | None = None) -> Tensor:
+    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels. out: contiguous memory for it
+    that kernels may write.
+    """
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
     is_ours = _RULES.issuperset(map(type, (*plan.parts, plan.rest)))
     if not (is_ours and x.is_fresh and _is_plain(x)):  # statistics of another plan would not be computed again
@@ -47,7 +49,7 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor]) -> Tensor:
     recording = _recordings.pop(form, _UNKNOWN)
     if isinstance(recording, Recording):
         try:
-            output = recording.run(rows)
+            output = recording.run(rows, out)
         except IndefiniteError:
             output = compute()
     elif recording is None:
@@ -130,9 +132,9 @@ class Recording:
             held |= {x.data_ptr(): x.nbytes for x in args.alive if isinstance(x, Tensor)}
         self.bytes = sum(held.values())
 
-    def run(self, rows: Sequence[Tensor]) -> Tensor:
+    def run(self, rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """The output for other rows."""
-        output = rows[-1].new_empty(self.shape)
+        output = rows[-1].new_empty(self.shape) if out is None else out
         first = [part.data_ptr() for part in (*rows, output)]
         for args, name, row, offset in self.moved:
             setattr(args, name, first[row] + offset)

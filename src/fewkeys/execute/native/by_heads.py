@@ -1,0 +1,62 @@
+"""Plans of cohorts for a few heads at a time, whose rows the processor's cache holds.
+
+The kernels of such a plan read the rows of a head many times. From main memory this takes up to twice as long.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+import fewkeys.native as native
+from fewkeys.core.impl import COMPILED
+from fewkeys.core.inputs import Inputs
+from fewkeys.execute.native import recorded
+from fewkeys.plan import Plan
+
+CACHE = 12 * 2**20
+"""The most bytes of queries, keys, values and outputs that are worked on together, unless one head has more."""
+
+
+def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs], Tensor]) -> Tensor:
+    """`compute(inputs)`, the output (B, Hq, Nq, Dv) of a plan."""
+    x, rows = inputs, (inputs.query, inputs.key, inputs.value)
+    # Random numbers are drawn for all heads together, and gradients of parts would each fill a tensor of all heads.
+    together = plan.keep is None or plan.keep.cohort_lists == 1 or x.generator is not None
+    if together or x.impl not in COMPILED or are_few(*rows) or not native.suits(*rows):
+        return recorded.attend(x, plan, partial(compute, x))
+    output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
+    by_key_head = output.unflatten(1, (x.kv_heads, x.gqa_ratio))
+    for batch, heads in _parts(*rows):
+        out = by_key_head[batch, heads].flatten(1, 2)
+        out.copy_(_attend(x.heads(heads, batch), plan, compute, out))
+    return output
+
+
+def _attend(x: Inputs, plan: Plan, compute: Callable[[Inputs], Tensor], out: Tensor) -> Tensor:
+    # On return the copies are free, so that the next ones take their memory.
+    _, (query, key, value) = native.largest_and_rows(x.query, x.key, x.value, by_head=True)
+    x = replace(x, query=query, key=key, value=value)
+    return recorded.attend(x, plan, partial(compute, x), out)
+
+
+def are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the cache holds all heads of queries (B, Hq, Nq, D), keys and values."""
+    return len(list(_parts(query, key, value))) == 1
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Sequences and key heads that are worked on together: whole sequences, or some heads of one."""
+    (batch, heads), dims = key.shape[:2], key.shape[3] + value.shape[3]
+    of_one_head = (query.shape[1] // heads * query.shape[2] + key.shape[2]) * dims * key.element_size()
+    most = max(1, CACHE // of_one_head)
+    step, sequences = _even(heads, most), _even(batch, max(1, most // heads))
+    for first in range(0, batch, sequences):
+        for head in range(0, heads, step):
+            yield slice(first, first + sequences), slice(head, head + step)
+
+
+def _even(count: int, most: int) -> int:
+    """The size of the fewest equal parts of `count` that have at most `most`."""
+    return -(-count // -(-count // most))
