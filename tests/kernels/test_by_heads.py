@@ -29,7 +29,7 @@ def together(monkeypatch, rows, **options):
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("shape", SHAPES_OF_PARTS, ids=str)
 def test_parts_are_the_whole(shape, heads, monkeypatch):
-    """Of every size: some heads of a sequence, or several sequences; the first call, which is recorded, and later ones."""
+    """Some heads of a sequence, or several sequences; by the first call, which is recorded, and by later ones."""
     plan, rows = fk.budget(32).never_exact(), drawn(shape, torch.float32)
     whole = together(monkeypatch, rows, plan=plan)
     numbers = sum(part[0].numel() for part in (*rows, rows[0])) // rows[1].shape[1]
@@ -54,7 +54,7 @@ def test_what_comes_with_the_rows_is_divided_alike(option, dtype, monkeypatch):
 
 
 def test_no_parts_where_heads_depend_on_each_other(monkeypatch):
-    """Random keys of all heads come from one generator, and gradients of parts would each fill a tensor of all heads."""
+    """Random keys of all heads are drawn together. Gradients of parts would each fill a tensor of all heads."""
     monkeypatch.setattr(by_heads, "CACHE", 1)
     parts = []
     monkeypatch.setattr(by_heads, "_attend", lambda *args: parts.append(args))
