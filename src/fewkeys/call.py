@@ -93,6 +93,10 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 
-        output: Tensor = outside(flow.attention, query, key, value, plan=plan, max_error=max_error, **options)
+        output: Tensor = outside(attention, query, key, value, plan=plan, max_error=max_error, **options)
         return output
-    return flow.attention(query, key, value, plan=plan, max_error=max_error, **options)
+    inputs = flow.checked(query, key, value, plan, **options)
+    guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
+    if guard is not None:
+        guard.count_call()
+    return flow.attend(inputs, plan, guard)

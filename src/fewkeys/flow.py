@@ -10,7 +10,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Unpack
 
 import torch
@@ -46,30 +46,13 @@ FASTER = "by what is expected to be faster"
 """The reason of a choice by the times of `fewkeys.cost.crossover`."""
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    plan: Plan | Sequence[Plan],
-    max_error: float | Guard | None = None,
-    **options: Unpack[Options],
-) -> Tensor:
-    """`fewkeys.attention` of a plan, or of one plan for each key head."""
-    inputs = checked(query, key, value, plan, **options)
-    guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
-    if guard is not None:
-        guard.count_call()
-    return attend(inputs, plan, guard)
-
-
 def checked(
     query: Tensor, key: Tensor, value: Tensor, plan: Plan | Sequence[Plan] = (), **options: Unpack[Options]
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    Models store the rows of all heads of a token side by side. A plan with cohorts reads those of one head in any
-    order: they are copied side by side if it will answer.
+    In models the rows of all heads of a token are contiguous. A plan with cohorts reads the rows of a head in any
+    order: they are copied head by head if it will answer.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -148,24 +131,20 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     parts, restore = canonicalise(choice)
     outputs = []
     for part in parts:
-        output = _computed(part, choice.plan)
+        output = recorded.attend(part, choice.plan, partial(_by_steps, part, choice.plan))
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
 
 
-def _computed(inputs: Inputs, plan: Plan) -> Tensor:
-    def compute() -> Tensor:
-        problem = prepare(inputs, plan)
-        return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
-
-    return recorded.attend(inputs, plan, compute)
+def _by_steps(inputs: Inputs, plan: Plan) -> Tensor:
+    problem = prepare(inputs, plan)
+    return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
-    """The parts of the problem in canonical form, and a function that joins their outputs.
+    """The parts of the problem, and a function that joins their outputs.
 
-    In canonical form padding is zero, squares of all entries are finite, and causal problems have all padding behind
-    the real keys.
+    In each part padding is zero and, under causality, behind the real keys; squares of all entries are finite.
     """
     x, in_old_units = rescaled(choice.inputs.clear())
     parts, joined = without_gaps(x)

@@ -6,6 +6,7 @@ import math
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -104,40 +105,35 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or (origin is Literal and value in inner):
         return value
-    is_union = origin in (Union, types.UnionType)
-    options = [option for option in inner if (option is type(None)) == (value is None)] if is_union else [hint]
-    bases = [option for option in options if isinstance(option, type) and issubclass(option, Listed)]
-    if bases and isinstance(value, dict):
-        return _listed(bases, value, name, learned)
-    if is_union and len(options) == 1:
-        return _as(options[0], value, name, learned)
-    if is_union:
-        for option in options:
-            try:
+    if origin in (Union, types.UnionType):
+        *others, last = [option for option in inner if (option is type(None)) == (value is None)] or inner
+        for option in others:
+            with suppress(ValueError):
                 return _as(option, value, name, learned)
-            except ValueError:
-                continue
-    elif origin is list and isinstance(value, list):
+        return _as(last, value, name, learned)
+    if isinstance(hint, type) and issubclass(hint, Listed) and isinstance(value, dict):
+        return _listed(hint, value, name, learned)
+    if origin is list and isinstance(value, list):
         return [_as(inner[0], item, name, learned) for item in value]
-    elif origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list):
         return tuple(_as(inner[0], item, name, learned) for item in value)
-    elif origin in (dict, Mapping) and isinstance(value, dict):
+    if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _as(inner[1], item, name, learned) for key, item in value.items()}
-    elif is_dataclass(hint) and isinstance(hint, type):
+    if is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, learned)
-    elif hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
-    elif hint in (bool, int, str, type(None)) and type(value) is hint:
+    if hint in (bool, int, str, type(None)) and type(value) is hint:
         return value
     expected = getattr(hint, "__name__", None) if origin is None else str(hint)
     raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")
 
 
-def _listed(bases: list[type[Any]], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The packed value of a listed class that derives from any of `bases`."""
+def _listed(base: type[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
+    """The packed value of a listed class that derives from `base`."""
     kind_name = value.get("type")
     kind = named_class(kind_name) if isinstance(kind_name, str) else None
-    kinds = listed(*bases)
+    kinds = listed(base)  # after `named_class`, which may import more of them
     if kind is None or kind not in kinds.values():
         raise ValueError(f"{name}: expected one of {', '.join(sorted(kinds))}, got {kind_name!r}")
     if "tensors" not in value:
