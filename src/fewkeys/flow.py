@@ -43,7 +43,6 @@ class Choice:
 
 
 FASTER = "by what is expected to be faster"
-"""The reason of a choice by the times of `fewkeys.cost.crossover`."""
 
 
 def checked(
@@ -97,7 +96,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
 
 
 def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
-    """Whether `choose` uses exact attention for all heads of a call; decided once for each shape, to cost little."""
+    """Whether `choose` takes exact attention for all heads of a call; decided once for each shape, to cost little."""
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
     how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), is_trained(*rows))
     return _gives_way(plans, shapes, *how)
@@ -152,7 +151,7 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
-    """The distinct plans of the key heads, each with its query heads (H,) and the problem of these heads alone."""
+    """The distinct plans of the key heads, each with its query heads (H,) and their problem."""
     plans = (plans,) if isinstance(plans, Plan) else plans
     if len(plans) == 1:
         plans = [*plans] * inputs.kv_heads
@@ -168,7 +167,7 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 
 def check_plan(plan: object) -> None:
-    """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
+    """Refuse what is neither a plan nor a sequence of plans."""
     for part in plan if isinstance(plan, Sequence) else (plan,):
         if not isinstance(part, Plan):
             raise TypeError(f"plan: expected a fewkeys.Plan, got {type(part).__name__}; budget(slots) makes one")

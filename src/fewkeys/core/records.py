@@ -15,13 +15,13 @@ from fewkeys.core.catalogue import Listed, listed, named_class
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
-"""The key of the checksum, over all other entries of an object."""
+"""The key of the checksum of all other entries of an object."""
 DEEPEST = 64
 """The most levels of lists and objects in a file; beyond Python's limit there is only `RecursionError`."""
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
+    """The value of a JSON text, without NaN or infinity, at most `DEEPEST` levels deep."""
     too_deep = ValueError(f"more than {DEEPEST} levels of lists and objects")
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -58,7 +58,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with the checksum of its content."""
+    """The object with its checksum."""
     return {**data, CHECKSUM: digest(data)}
 
 
@@ -84,8 +84,8 @@ def digest(data: Any) -> str:
 def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes;
-    `learned`: learned values by fingerprint.
+    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes.
+    learned: the learned values, by fingerprint.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -130,10 +130,9 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
 
 
 def _listed(base: type[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The packed value of a listed class that derives from `base`."""
     kind_name = value.get("type")
     kind = named_class(kind_name) if isinstance(kind_name, str) else None
-    kinds = listed(base)  # after `named_class`, which may import more of them
+    kinds = listed(base)
     if kind is None or kind not in kinds.values():
         raise ValueError(f"{name}: expected one of {', '.join(sorted(kinds))}, got {kind_name!r}")
     if "tensors" not in value:
