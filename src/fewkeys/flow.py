@@ -98,7 +98,9 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
 def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
     """Whether `choose` takes exact attention for all heads of a call; decided once for each shape, to cost little."""
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
-    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), is_trained(*rows))
+    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
+        return False
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, torch.get_num_threads(), is_trained(*rows))
     return _gives_way(plans, shapes, *how)
 
 
@@ -110,12 +112,9 @@ def _gives_way(
     device: torch.device,
     is_causal: bool,
     offset: int,
-    impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
     has_gradients: bool,
 ) -> bool:
-    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
-        return False
     zero = torch.zeros((), dtype=dtype, device=device, requires_grad=has_gradients)
     query, key, value = map(zero.expand, shapes)
     inputs = Inputs(query, key, value, 1.0, is_causal, offset)

@@ -23,7 +23,9 @@ FINITE = {torch.float32: 120, torch.float64: 1000}
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest entries of queries, keys and values require rescaling; True for NaN and infinity."""
+    """Whether the largest entries of queries, keys and values, in the working `dtype`, require rescaling; True for NaN
+    and infinity.
+    """
     query, key, value = largest
     scaled = query * max(1.0, abs(scale))  # Python's floats are float64
     are_small = all(entry <= 2.0**LARGEST for entry in (scaled, key, value))

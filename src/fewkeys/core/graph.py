@@ -58,7 +58,7 @@ class Columns:
 
 
 class ScanEdges(Protocol):
-    """`fewkeys.select.key_scan.Scanned`."""
+    """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
     def mask(self, start: int, stop: int) -> Tensor: ...
 
@@ -175,7 +175,7 @@ class Graph:
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    """Blocks of queries, whose scores of all keys are computed `at_once`."""
+    """The ends of blocks of queries whose scores of all keys are computed `at_once`."""
     step = max(1, at_once(inputs.query) // (inputs.batch * inputs.query_heads * inputs.keys))
     for start in range(0, inputs.queries, step):
         yield start, min(start + step, inputs.queries)

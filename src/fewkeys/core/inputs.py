@@ -95,7 +95,7 @@ class Inputs:
 
     @property
     def valid_queries(self) -> Tensor | None:
-        """(B, Nq) marks the queries of real tokens, in self-attention (as many queries as keys); None: all."""
+        """(B, Nq) marks the queries of real keys, in self-attention (as many queries as keys); None: all."""
         return None if self.queries != self.keys or self.offset else self.valid
 
     def grouped_query(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Learned tensors in plans: compared by content, saved in safetensors files named by their fingerprints.
 
-A plan's JSON names them so: an older plan in the folder stays whole beside a newer one.
+The JSON of a plan names the fingerprints, too: an older plan in the folder stays whole beside a newer one.
 """
 
 import os

@@ -106,11 +106,12 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     if hint is Any or (origin is Literal and value in inner):
         return value
     if origin in (Union, types.UnionType):
-        *others, last = [option for option in inner if (option is type(None)) == (value is None)] or inner
-        for option in others:
+        options = [option for option in inner if (option is type(None)) == (value is None)]
+        if len(options) == 1:
+            return _as(options[0], value, name, learned)
+        for option in options:
             with suppress(ValueError):
                 return _as(option, value, name, learned)
-        return _as(last, value, name, learned)
     if isinstance(hint, type) and issubclass(hint, Listed) and isinstance(value, dict):
         return _listed(hint, value, name, learned)
     if origin is list and isinstance(value, list):

@@ -25,8 +25,8 @@ def stretch(rows: Tensor, first: int, last: int) -> Tensor:
 
 
 def marked_places(marked: Tensor, least: int = 0) -> Tensor:
-    """The places of the true entries of every row of (..., N), ascending, and then of others, up to the longest list
-    or `least`.
+    """The places of the true entries of every row of (..., N), ascending. All lists are as long as the longest, at
+    least `least`, and end with places of other entries.
     """
     longest = max(least, int(marked.sum(-1).max()) if marked.numel() else 0)
     return marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]

@@ -151,7 +151,9 @@ class Options(TypedDict, total=False):
 
 
 def unknown_option(name: str) -> TypeError:
-    """The error for an argument such as torch's `attn_mask`."""
+    """The error for an argument such as torch's `attn_mask`, or one that goes to `fewkeys.attention` alone."""
+    if name in ("keep", "rest", "weights", "max_error"):
+        return TypeError(f"{name}: expected a call of attention(), which alone has it; other calls take a plan")
     fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
     return TypeError(f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else ""))
 
