@@ -70,17 +70,16 @@ _NAMES = {
     "weights": "Softmax",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""The module that defines each name."""
 _ROOMS = ("select", "rest", "weights", "metrics", "papers", "distributed")
-"""Modules that are public names themselves and hold all others."""
+"""Modules that are public themselves and hold all other public names."""
 
 
 def _place(name: str) -> str | None:
     """Where a name is public: in one of the rooms, or as the class of what `capture` and `stream` return."""
     if name.startswith("_") or _find_spec(f"{__name__}.{name}") is not None:
         return None
-    rooms = [_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "memory")]
-    rooms += [_import_module(f"{__name__}.papers.{paper}") for paper in dir(rooms[_ROOMS.index("papers")])]
+    papers = [f"papers.{paper}" for paper in dir(_import_module(f"{__name__}.papers"))]
+    rooms = (_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "memory", *papers))
     return next((f"{room.__name__}.{name}" for room in rooms if name in dir(room)), None)
 
 

@@ -38,8 +38,8 @@ def attention(
 ) -> Tensor:
     """Attention with few keys.
 
-    `o_i = sum_{j in keep(i)} A_ij v_j + sum_c A_ic value_c`, where the stand-ins c speak for the keys that query i
-    does not keep, and `A_i` is normalised over both.
+    `o_i = sum_{j in keep(i)} A_ij v_j + sum_c A_ic value_c`, where the stand-ins c represent the keys that query i does
+    not keep, and `A_i` is normalised over both.
 
     Args:
         query: (B, Hq, Nq, D), float64, float32, bfloat16 or float16.
@@ -48,7 +48,7 @@ def attention(
         keep: the keys attended to exactly, for example `Leverage(16) | Window(17)`; None: all, exact attention.
         rest: what stands in for the others; default `Drop()`: nothing.
         weights: how scores become weights; default `Softmax()`.
-        plan: the three together; or one plan for each key head, as `fewkeys.tune` finds them.
+        plan: the three together, or one plan for each key head, as `fewkeys.tune` finds them.
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
         lengths: (B,) integers: how many keys of each sequence, the first ones, are real. The output at padded queries
@@ -63,10 +63,9 @@ def attention(
             with gradients, over all but extra edges, `Moments` and lists for every query. "auto": "native" where it
             can, else "torch". All but "reference" answer exactly where the plan keeps every key. For plans with
             `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is faster, by a model of
-            this machine: its measurements are kept for 30 days, for an hour if other work disturbed them.
+            this machine: its measurements are kept for 30 days, or an hour if other work disturbed them.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
-            queries computed exactly, is above this. A `Guard`, which says what that costs and means, counts how often
-            it happens.
+            queries computed exactly, is above this. A `Guard`, which says what that costs and means, counts how often.
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
             query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for
             stand-ins as in `fewkeys.core.distances`. Oracles and lists of cohorts choose keys with it, other rules
@@ -93,6 +92,10 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         from fewkeys.uncompiled import outside
 
-        output: Tensor = outside(flow.attention, query, key, value, plan=plan, max_error=max_error, **options)
+        output: Tensor = outside(attention, query, key, value, plan=plan, max_error=max_error, **options)
         return output
-    return flow.attention(query, key, value, plan=plan, max_error=max_error, **options)
+    inputs = flow.checked(query, key, value, plan, **options)
+    guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
+    if guard is not None:
+        guard.count_call()
+    return flow.attend(inputs, plan, guard)

@@ -43,24 +43,6 @@ class Choice:
 
 
 FASTER = "by what is expected to be faster"
-"""The reason of a choice by the times of `fewkeys.cost.crossover`."""
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    plan: Plan | Sequence[Plan],
-    max_error: float | Guard | None = None,
-    **options: Unpack[Options],
-) -> Tensor:
-    """`fewkeys.attention` of a plan, or of one plan for each key head."""
-    inputs = checked(query, key, value, plan, **options)
-    guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
-    if guard is not None:
-        guard.count_call()
-    return attend(inputs, plan, guard)
 
 
 def checked(
@@ -68,8 +50,8 @@ def checked(
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    Models store the rows of all heads of a token side by side. A plan with cohorts reads those of one head in any
-    order: they are copied side by side if it will answer, for all heads (here) or for a few at a time (`by_heads`).
+    In models the rows of all heads of a token are contiguous. A plan with cohorts reads the rows of a head in any
+    order: they are copied head by head if it will answer, all of them here or a few heads at a time (`by_heads`).
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
@@ -115,9 +97,11 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
 
 
 def gives_way(plan: Plan | Sequence[Plan], rows: Rows, is_causal: bool, offset: int, impl: Impl) -> bool:
-    """Whether `choose` uses exact attention for all heads of a call; decided once for each shape, to cost little."""
+    """Whether `choose` takes exact attention for all heads of a call; decided once for each shape, to cost little."""
     plans, shapes = (plan,) if isinstance(plan, Plan) else tuple(plan), tuple(part.shape for part in rows)
-    how = (rows[0].dtype, rows[0].device, is_causal, offset, impl, torch.get_num_threads(), is_trained(*rows))
+    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
+        return False
+    how = (rows[0].dtype, rows[0].device, is_causal, offset, torch.get_num_threads(), is_trained(*rows))
     return _gives_way(plans, shapes, *how)
 
 
@@ -129,12 +113,9 @@ def _gives_way(
     device: torch.device,
     is_causal: bool,
     offset: int,
-    impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
     has_gradients: bool,
 ) -> bool:
-    if impl != "auto" or not any(plan.exact_if_faster for plan in plans):
-        return False
     zero = torch.zeros((), dtype=dtype, device=device, requires_grad=has_gradients)
     query, key, value = map(zero.expand, shapes)
     inputs = Inputs(query, key, value, 1.0, is_causal, offset)
@@ -149,24 +130,20 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     parts, restore = canonicalise(choice)
     outputs = []
     for part in parts:
-        output = _computed(part, choice.plan)
+        output = by_heads.attend(part, choice.plan, _by_steps)
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
 
 
-def _computed(inputs: Inputs, plan: Plan) -> Tensor:
-    def compute(x: Inputs) -> Tensor:
-        problem = prepare(x, plan)
-        return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
-
-    return by_heads.attend(inputs, plan, compute)
+def _by_steps(inputs: Inputs, plan: Plan) -> Tensor:
+    problem = prepare(inputs, plan)
+    return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
-    """The parts of the problem in canonical form, and a function that joins their outputs.
+    """The parts of the problem, and a function that joins their outputs.
 
-    In canonical form padding is zero, squares of all entries are finite, and causal problems have all padding behind
-    the real keys.
+    In each part padding is zero and, under causality, behind the real keys; squares of all entries are finite.
     """
     x, in_old_units = rescaled(choice.inputs.clear())
     parts, joined = without_gaps(x)
@@ -174,7 +151,7 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
-    """The distinct plans of the key heads, each with its query heads (H,) and the problem of these heads alone."""
+    """The distinct plans of the key heads, each with its query heads (H,) and their problem."""
     plans = (plans,) if isinstance(plans, Plan) else plans
     if len(plans) == 1:
         plans = [*plans] * inputs.kv_heads
@@ -190,7 +167,7 @@ def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan
 
 
 def check_plan(plan: object) -> None:
-    """Raise `TypeError` unless `plan` is a plan or a sequence of plans."""
+    """Refuse what is neither a plan nor a sequence of plans."""
     for part in plan if isinstance(plan, Sequence) else (plan,):
         if not isinstance(part, Plan):
             raise TypeError(f"plan: expected a fewkeys.Plan, got {type(part).__name__}; budget(slots) makes one")

@@ -20,8 +20,8 @@ FILE = MODEL_FILE
 class ModelPlan(Sequence[tuple[Plan, ...]]):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
-    `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. Heads
-    of a layer that share a plan run together.
+    `fewkeys.apply(model, model_plan)` runs it, `fewkeys.attention(..., plan=model_plan[layer])` one layer. Heads of a
+    layer that share a plan run together.
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
@@ -54,7 +54,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def of(cls, plans: Mapping[int, Plan | Sequence[Plan]]) -> ModelPlan:
-        """The plans of a dictionary by layer, 0 .. L - 1: one for the layer, or one for each key head."""
+        """From a dictionary by layer, 0 .. L - 1, of one plan for the layer or one for each key head."""
         if not isinstance(plans, Mapping):
             raise TypeError(f"plans: expected a dictionary by layer, got {type(plans).__name__}; write {{0: plan}}")
         if set(plans) != set(range(len(plans))):
@@ -85,7 +85,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
-        """The plans that `to_dict` described. learned: by fingerprint, the learned values that they name."""
+        """The plans that `to_dict` described. learned: the values that they name, by fingerprint."""
         kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if kind != FORMAT or "layers" not in data:
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
@@ -104,18 +104,13 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `model_plan.json` and learned tensors into `directory` (made if missing), as `Plan` does."""
         data = self.to_dict()
-        for plans in self.layers:
-            for plan in plans:
-                check_listed(plan)
+        check_listed(plan for plans in self.layers for plan in plans)
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
-        """The plans saved in `directory`, a folder or a file in it. Nothing is downloaded.
-
-        Raises `ValueError` for files that are missing or damaged.
-        """
+        """The plans saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
         folder = folder_of(directory)
         data = read_json(folder, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
         return cls.from_dict(data, load_learned(folder, data))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ FILE = "plan.json"
 MODEL_FILE = "model_plan.json"
 """The file of a `ModelPlan`."""
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""The most cohorts of a budget, and the most times its slots: more are not worth the time to prepare them."""
+"""The most cohorts of a budget, and the most times its slots: more are not worth their time."""
 MOST_RANK = 8
 """The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
 OWN_BLOCK = BLOCK // 2 + 1
@@ -62,7 +62,6 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Selector, ...]:
-        """The single rules of `keep`."""
         return () if self.keep is None else self.keep.parts
 
     @property
@@ -112,7 +111,7 @@ class Plan:
         return text if self.weights == Softmax() else f"{text}, {self.weights}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values, with the fingerprints of learned tensors."""
+        """JSON values, with the fingerprints of learned tensors."""
         return {
             "format": FORMAT,
             "keep": None if self.keep is None else [pack(part) for part in self.parts],
@@ -124,7 +123,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
-        """The plan that `to_dict` described. learned: by fingerprint, the values that it names."""
+        """The plan that `to_dict` described. learned: the values that it names, by fingerprint."""
         kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if kind != FORMAT:
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
@@ -143,7 +142,7 @@ class Plan:
         `TypeError` for a part that no catalogue lists, since it could not be loaded again.
         """
         data = self.to_dict()
-        check_listed(self)
+        check_listed([self])
         save_learned(directory, self)
         write_json(directory, FILE, data)
 
@@ -167,9 +166,9 @@ class _Description:
     is_causal: bool = False
 
 
-def check_listed(plan: Plan) -> None:
-    """Raise `TypeError` for a part that `from_dict` could not find by its name."""
-    for part in (*plan.parts, plan.rest, plan.weights):
+def check_listed(plans: Iterable[Plan]) -> None:
+    """Refuse parts that `from_dict` could not find by their names."""
+    for part in (part for plan in plans for part in (*plan.parts, plan.rest, plan.weights)):
         if named_class(name := type(part).__name__) is not type(part):
             raise TypeError(
                 f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
@@ -190,17 +189,16 @@ def budget(
     cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
     term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a
     power of two, by default about 4096 / slots, at most 64; more have a smaller error and take longer to prepare. With
-    `cohorts=1` all queries of a head share a list (three sixteenths of the slots) and means, and a quarter of the slots
+    `cohorts=1` all queries of a head share means and a list (three sixteenths of the slots), and a quarter of the slots
     is a window. The shares were chosen on encoders of text, speech, images and molecules (experiments/encoders).
 
     With `is_causal=True`, `memory` is "all" or "constant":
 
     - "all": every key stays in memory, and each query chooses keys by the codes of all keys (docs/codes.md). 17 slots
       are the unfinished block, on average; a 32nd of the slots, at least one, are means of the keys that are not kept;
-      all others are keys that the query chooses.
+      all others are chosen keys. Below 19 slots, which leave little room beside the block, it is as "constant".
     - "constant": keys are deleted after they were summarised, for streams and caches that must not grow. About half of
-      the slots are recent blocks of keys, on average; all others are means of the keys before them. So is "all" below
-      19 slots, which leave little room beside the unfinished block.
+      the slots are recent blocks of keys, on average; all others are means of the keys before them.
 
     The plan sets `exact_if_faster`, and `is_causal` as given.
     """
@@ -233,7 +231,6 @@ def _scan(slots: int) -> tuple[Selector, Rest]:
 
 
 def _recent(slots: int) -> tuple[Selector, Rest]:
-    """Recent blocks and means of the keys before them; with fewer than 8 slots, a window alone."""
     if slots < 8:
         return Window(slots), Drop()
     size = 1 << ((slots // 3).bit_length() - 1)

@@ -1,6 +1,7 @@
 """What newcomers get wrong first: the error names the argument and the fix."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -50,6 +51,9 @@ def test_the_mask_of_torch_is_named():
             call(Q, Q, Q, plan=plan, attn_mask=mask)
     with pytest.raises(TypeError, match=r"^dropout: attention\(\) has no such argument$"):
         fk.attention(Q, Q, Q, dropout=0.1)
+    for call, (name, value) in product((fk.explain, fk.spot_check), {"max_error": 0.1, "rest": fk.Drop()}.items()):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a call of attention\(\), which alone has it"):
+            call(Q, Q, Q, plan=plan, **{name: value})
 
 
 @pytest.mark.parametrize("plan", [fk.budget(16), fk.Plan(fk.Window(3), fk.ClusterMeans(4))], ids=str)

@@ -52,7 +52,8 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     smooth = smooth / smooth.std(2, keepdim=True)
     query, key, value = smooth + noise[1], 0.7 * smooth.roll(3, 2) + noise[2], smooth + noise[3]
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=plan.is_causal)
-    return output_error(flow.attention(query, key, value, plan=plan, is_causal=plan.is_causal), exact)
+    inputs = flow.checked(query, key, value, plan, is_causal=plan.is_causal)
+    return output_error(flow.attend(inputs, plan), exact)
 
 
 def _cpu() -> str:

@@ -4,6 +4,5 @@ from torch import Tensor
 
 
 def at_once(tensor: Tensor) -> int:
-    """The numbers of a piece on the device of the tensor: 16 MB in float32 on a CPU, and 256 MB on a GPU."""
-    # A GPU starts a small piece more slowly than it computes it.
+    """16 MB in float32 on a CPU, and 256 MB on a GPU, which starts a small piece more slowly than it computes it."""
     return 2**22 if tensor.device.type == "cpu" else 2**26

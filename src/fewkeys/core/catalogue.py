@@ -1,7 +1,7 @@
-"""The catalogue: which classes may be loaded by name, filled as the classes are defined.
+"""The classes that may be loaded by name: the public concrete ones of this package that derive from `Listed`.
 
-Public concrete classes of this package that derive from a `Listed` base are listed. Classes defined elsewhere are not,
-so that a name in a file cannot load unexpected code; `class Mine(Selector, listed=True)` lists one.
+Classes defined elsewhere are left out, so that a name in a file cannot load unexpected code, unless they ask for it:
+`class Mine(Selector, listed=True)`.
 """
 
 import inspect
@@ -30,7 +30,7 @@ class Listed:
 
 
 def listed(*bases: type[Any]) -> dict[str, type[Any]]:
-    """The loaded concrete classes that derive from any of `bases`, by name, in the order of their definition."""
+    """The loaded concrete classes that derive from any of `bases`, in the order of their definition."""
     # A class becomes abstract only after `__init_subclass__`; `issubclass` of abstract bases is slow.
     return {
         name: kind
@@ -40,7 +40,7 @@ def listed(*bases: type[Any]) -> dict[str, type[Any]]:
 
 
 def named_class(name: str) -> type[Any] | None:
-    """The listed class of this name; None if there is none."""
+    """The listed class of this name, if there is one."""
     if name not in Listed._by_name:
         import_module(f"{PACKAGE}.papers")  # no other package imports it
     return Listed._by_name.get(name)

@@ -7,8 +7,8 @@ from time import perf_counter
 import torch
 
 PREEMPTED = 60.0
-"""This many preemptions a second of each thread tell of other programs: a quiet machine has 20 to 40, and one program
-beside as many threads as there are processors about 90.
+"""Preemptions a second of each thread that show other programs: 20 to 40 on a quiet machine, and about 90 with one
+program beside as many threads as there are processors.
 """
 
 
@@ -20,14 +20,13 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
 
 
 class Watch:
-    """Counts how often the system takes a processor from this process, from its creation on."""
+    """Whether other programs have used the processors since its creation."""
 
     def __init__(self) -> None:
         self._start, self._count = perf_counter(), preemptions()
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs have used the processors, too. False where the system does not tell."""
         seconds = perf_counter() - self._start
         return preemptions() - self._count > PREEMPTED * torch.get_num_threads() * max(0.1, seconds)
 

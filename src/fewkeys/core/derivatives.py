@@ -1,4 +1,4 @@
-"""Constants for all kinds of derivatives, and derivatives of kernels by torch's operations."""
+"""Constants in all kinds of derivatives, and derivatives of kernels by torch's operations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-class constants:  # noqa: N801  # used like `torch.no_grad`, of which it is a faster form
-    """Results computed inside are constant for all derivatives.
-
-    `torch.no_grad` alone stops gradients, but not derivatives in forward mode (`torch.func.jvp`).
-    """
+class constants:  # noqa: N801  # used like `torch.no_grad`, and faster
+    """Results computed inside are constant, unlike those of `torch.no_grad` also in forward mode (`torch.func.jvp`)."""
 
     def __enter__(self) -> None:
         self.before = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()

@@ -44,7 +44,7 @@ class DistanceBias:
         return self.from_last(first, stop, keys).flip(1)
 
     def from_last(self, first: int, stop: int, keys: int) -> Tensor:
-        """The same with the last query first: a view of (Hq, queries + keys - 1) numbers."""
+        """`of` with the last query first: a view of (Hq, queries + keys - 1) numbers."""
         distance = torch.arange(1 - stop, keys - first, device=self.table.device)
         return self.at(torch.arange(len(self.table), device=distance.device)[:, None], distance).unfold(1, keys, 1)
 

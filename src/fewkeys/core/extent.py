@@ -38,7 +38,7 @@ def rescaled(
     """The problem, rescaled if it must be, and a function from its output to that of the inputs, in their dtype.
 
     The power of two in the scale moves to the queries: squares of scaled queries must not overflow either. float16
-    becomes float32 on a CPU, and where it must be rescaled, since it cannot hold scores. `strongest`: log2 of these.
+    becomes float32 on a CPU, and where it must be rescaled, since it cannot hold scores. strongest: log2 of these.
     """
     x, dtype = inputs, inputs.query.dtype
     if dtype == torch.float16 and (x.needs_rescaling or x.query.device.type == "cpu"):
@@ -57,16 +57,8 @@ def rescaled(
         unit = value.where(value > LARGEST, 0)
     # Kernels multiply means in bfloat16, too, and those of first-order terms are then as large as the scores.
     impl = "torch" if x.impl == "auto" and dtype == torch.bfloat16 else x.impl
-    in_units = replace(
-        x,
-        impl=impl,
-        query=_scaled(x.query, up),
-        key=_scaled(x.key, -down),
-        value=_scaled(x.value, -unit),
-        scale=scale,
-        needs_rescaling=False,
-        _memory={},
-    )
+    query, key, value = _scaled(x.query, up), _scaled(x.key, -down), _scaled(x.value, -unit)
+    in_units = replace(x, query=query, key=key, value=value, scale=scale, impl=impl, needs_rescaling=False, _memory={})
     factor = _power(unit.repeat_interleave(x.gqa_ratio, 1), x.value)
     return in_units, lambda output: (output * factor).to(dtype)
 

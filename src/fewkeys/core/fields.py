@@ -36,14 +36,13 @@ class Buffer:
             self.storage = self._moved(self.rows, max(self.least, count, room + room // SPARE))
 
     def append(self, rows: Tensor) -> None:
-        """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
         self.make_room(total)
         self.storage.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
         self.count = total
 
     def holding(self, rows: Tensor) -> Buffer:
-        """A buffer of the same kind with a copy of rows (..., N, X)."""
+        """A buffer of the same kind with a copy of `rows`."""
         return Buffer(self._moved(rows, max(rows.shape[-2], self.storage.shape[-2])), rows.shape[-2], self.least)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
@@ -71,7 +70,7 @@ class Fields:
         return rebuilt
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed, also in `DERIVED` fields."""
+        """The same with every tensor changed, those of `DERIVED` fields too."""
         rebuilt: Self = _rebuilt(self, "", lambda leaf, name: change(leaf))
         return rebuilt
 
@@ -80,13 +79,12 @@ class Fields:
         return self.changed(lambda tensor: tensor[index])
 
     def bytes(self) -> int:
-        """Bytes of memory; shared memory counts once."""
+        """Shared memory counts once."""
         tensors = [leaf.storage if isinstance(leaf, Buffer) else leaf for _, leaf, _ in _leaves(self, "")]
         return sum({part.data_ptr(): part.numel() * part.itemsize for part in tensors if part.numel()}.values())
 
 
 def _leaves(part: object, name: str, derived: bool = False) -> Iterator[tuple[str, Tensor | Buffer, bool]]:
-    """All tensors and buffers: names, values, and whether they are derived."""
     if isinstance(part, Tensor | Buffer):
         yield name, part, derived
     for inner_name, inner, is_derived in _inside(part, name):
@@ -104,7 +102,6 @@ def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
 
 
 def _rebuilt(part: Any, name: str, change: Callable[[Tensor, str], Tensor]) -> Any:
-    """The part with `change(tensor, name)` for every tensor."""
     if isinstance(part, Tensor):
         return change(part, name)
     if isinstance(part, Buffer):

@@ -13,7 +13,7 @@ from fewkeys.core.records import parse, seal, unseal
 
 
 def cache_folder() -> Path:
-    """The folder for compiled kernels and measurements. It may not exist or not be writable."""
+    """The folder for compiled kernels and measurements, which may not exist or not be writable."""
     if folder := os.environ.get("FEWKEYS_CACHE"):
         return Path(folder)
     try:
@@ -28,15 +28,16 @@ def spare_folder() -> Path:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """The folder at a path, or of the file there. `TypeError` for what is no path."""
+    """The folder at a path, or of the file there."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"directory: expected the path of a folder, got {type(path).__name__}; pass a str or a Path")
     return Path(path).parent if Path(path).is_file() else Path(path)
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
-    """Write text (UTF-8) or bytes to `path` by rename: readers see the whole old or the whole new file, after a crash
-    too. Threads, processes and hosts may write at the same time. `mode`: less the umask.
+    """Write text (UTF-8) or bytes by rename: readers see the whole old or the whole new file, after a crash too.
+
+    Threads, processes and hosts may write at the same time. mode: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -59,14 +60,14 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
-    """Write `data` as JSON, an object with its checksum, to the file `name` in `directory`, made if missing."""
+    """Write JSON, an object with its checksum, to the file `name` in `directory`, made if missing."""
     text = json.dumps(seal(data) if isinstance(data, dict) else data, indent=1, allow_nan=False)
     Path(directory).mkdir(parents=True, exist_ok=True)
     write_whole(Path(directory) / name, text + "\n")
 
 
 def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """The data that `write_json` wrote, or that was written by hand, without a checksum; else `ValueError`.
+    """The data of a file of `write_json`, or of one without a checksum, which may be written by hand.
 
     other: a file that the folder may have instead, which `reader` reads.
     """

@@ -12,7 +12,7 @@ from fewkeys.core.rows import take
 
 
 def has_interior_padding(valid: Tensor) -> bool:
-    """Whether any sequence (B, Nk) has padding between real keys; removing it would change distances."""
+    """Whether any sequence of (B, Nk) has padding between real keys; removing it would change distances."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
 
 
@@ -23,8 +23,7 @@ def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
     """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding.
 
     No part of a causal problem has padding before a real key. Without an offset it moves to the end; with one, it
-    changes the positions of queries, so sequences with the same padding are a part. Raises `ValueError` where a bias
-    depends on distances over padding.
+    changes the positions of queries, so sequences with the same padding are a part.
     """
     valid = inputs.valid
     if valid is None or not inputs.is_causal or not bool((valid[:, 1:] & ~valid[:, :-1]).any()):

@@ -6,7 +6,7 @@ A `Graph` is a union of these kinds of edges, none of which is stored as n x n:
 * columns: blocks or cohorts of queries share a list of keys;
 * rows: every query has its own list of keys (only oracles need this);
 * a scan: every query chooses its own keys by the codes of all keys;
-* extra edges: of a kind that this package's executors do not know; they bring their own scores and sums.
+* extra edges: of a kind that no executor knows; they bring their own scores and sums.
 
 Keys in the future or in padding are never edges.
 """
@@ -52,7 +52,7 @@ class Columns:
         return self.index.shape[2]
 
     def block(self, inputs: Inputs, start: int, stop: int) -> Tensor:
-        """The block that serves each of the queries start .. stop - 1."""
+        """The block of each of the queries start .. stop - 1."""
         position = torch.arange(start, stop, device=self.index.device) + inputs.offset % self.size
         return (position // self.size).clamp_max(self.blocks - 1)
 
@@ -64,16 +64,15 @@ class ScanEdges(Protocol):
 
 
 class ExtraEdges(Protocol):
-    """Edges of another kind. A frozen value of tensors; `mask` alone defines the edges."""
+    """Edges of another kind: a frozen value of tensors. `mask` alone defines them."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
 
     def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+        """As `Graph.mask`."""
 
-    def __or__(self, other: Self) -> Self:
-        """The edges of either."""
+    def __or__(self, other: Self) -> Self: ...
 
     def delayed(self, count: int) -> Self:
         """The same edges with `count` queries without edges before the others."""
@@ -116,7 +115,7 @@ class Graph:
 
     @property
     def shared(self) -> Columns | None:
-        """The list that all queries of a head share."""
+        """The list that all queries of a head share, if there is one."""
         columns = self.columns
         return None if columns is None or columns.blocks > 1 or columns.place is not None else columns
 
@@ -165,7 +164,7 @@ class Graph:
         return kept / max(1, queries)
 
     def _counts(self) -> tuple[int, int, int]:
-        """Edges and visible pairs of all real queries, and the number of these queries, in linear memory."""
+        """Edges and visible pairs of all real queries, and the number of these."""
         x, kept, seen = self.inputs, 0, 0
         every = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
         for start, stop in query_blocks(x):
@@ -183,8 +182,8 @@ def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
 
 
 def marked(index: Tensor, used: Tensor, keys: int) -> Tensor:
-    """(..., keys), uint8: ones at the used entries of lists of keys `index` (..., S)."""
-    # Unused entries may repeat a used key: the largest flag counts, in any order.
+    """(..., keys), uint8: ones at the used entries of lists `index` (..., S)."""
+    # Unused entries may repeat a used key, in any order.
     flags = torch.zeros((*index.shape[:-1], keys), dtype=torch.uint8, device=index.device)
     return flags.scatter_reduce_(-1, index, used.to(torch.uint8), "amax")
 
@@ -202,7 +201,7 @@ def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
 
 
 def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
-    """The cohort (B, Hq, Nq) of every query, -1 for none, from the places (B, Hkv, H, M) of each cohort's queries."""
+    """The cohort (B, Hq, Nq) of every query, -1 for none. place: of `Columns`."""
     places = inputs.gqa_ratio * inputs.queries
     number = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
     cohort = torch.full((*place.shape[:2], places + 1), -1, device=place.device)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A part of a sequence: its first key and query; totals and numbers of keys and queries of the whole."""
+    """A part of a sequence: its first key and query; the totals and the sizes of the whole."""
 
     totals: Totals
     first_key: int
@@ -95,34 +95,31 @@ class Inputs:
 
     @property
     def valid_queries(self) -> Tensor | None:
-        """(B, Nq) marks the queries of real tokens: in self-attention (as many queries as keys), those of real keys;
-        None: all.
-        """
+        """(B, Nq) marks the queries of real keys, in self-attention (as many queries as keys); None: all."""
         return None if self.queries != self.keys or self.offset else self.valid
 
     def grouped_query(self) -> Tensor:
-        """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
+        """A view (B, Hkv, gqa_ratio, Nq, D)."""
         return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
     def heads(self, index: Tensor | slice, batch: slice = slice(None)) -> Inputs:
-        """The problem of the key heads `index` (H,) and the query heads that read them, of some sequences."""
+        """The problem of the key heads `index` (H,) and their query heads, of some sequences."""
         query, key, value = (rows[batch, index] for rows in (self.grouped_query(), self.key, self.value))
         valid = None if self.valid is None else self.valid[batch]
         bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
         return replace(self, query=query.flatten(1, 2), key=key, value=value, valid=valid, bias=bias, _memory={})
 
     def from_start(self, reach: int) -> Inputs:
-        """The same problem with placeholder queries for all earlier tokens: the first query is at position 0.
+        """The same problem with placeholders for all earlier tokens: the first query is at position 0.
 
         reach: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key move
-        towards it by whole blocks, which changes no output, so that the cost does not grow with the offset.
+        towards it by whole blocks, which changes no output: the cost does not grow with the offset.
         """
         unit = 1 << (self.keys + reach).bit_length()
         count = self.offset if self.offset < 2 * unit else unit + self.offset % unit
         return replace(self, query=pad(self.query, (0, 0, count, 0)), offset=0, placeholders=count, _memory={})
 
     def clear(self) -> Inputs:
-        """The same problem with keys and values of padding zero."""
         if self.cleared or self.valid is None:
             return self
         # A product is several times as fast as masked_fill.

@@ -1,6 +1,6 @@
 """Learned tensors in plans: compared by content, saved in safetensors files named by their fingerprints.
 
-The JSON of a plan names the fingerprints, too, so that an older plan in the folder stays whole beside a newer one.
+The JSON of a plan names the fingerprints, too: an older plan in the folder stays whole beside a newer one.
 """
 
 import os
@@ -45,8 +45,7 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-def file_name(mark: str) -> str:
-    """The file of the tensors of this fingerprint."""
+def _file_name(mark: str) -> str:
     return f"learned-{mark}.safetensors"
 
 
@@ -54,15 +53,15 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
     """Write tensors into `directory` (made if missing); returns their fingerprint."""
     folder, mark = Path(directory), fingerprint(kind, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / file_name(mark), save(plain(tensors)))
+    write_whole(folder / _file_name(mark), save(plain(tensors)))
     return mark
 
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
-    """The tensors of a fingerprint; `ValueError` if there is no such file or it holds anything else."""
+    """The tensors of a fingerprint; `ValueError` if its file is missing or holds anything else."""
     if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:  # else it could name another folder
         raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
-    path = Path(directory) / file_name(mark)
+    path = Path(directory) / _file_name(mark)
     try:
         tensors = loaded(path.read_bytes())
     except FileNotFoundError:
@@ -78,18 +77,16 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
 
 
 def pack(part: Any) -> dict[str, Any]:
-    """A configuration dataclass as JSON values; learned values by their fingerprint."""
+    """A configuration as JSON values; learned values by their fingerprints."""
+    kind = type(part).__name__
     if isinstance(part, Learned):
-        return {"type": type(part).__name__, "tensors": part.fingerprint}
+        return {"type": kind, "tensors": part.fingerprint}
     if not is_dataclass(part):
-        raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
-    if named_class(type(part).__name__) not in (None, type(part)):
-        raise TypeError(
-            f"plan: expected a class name that fewkeys does not use, got {type(part).__name__}; rename the class"
-        )
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    packed = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
-    return {"type": type(part).__name__, **packed}
+        raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {kind}")
+    if named_class(kind) not in (None, type(part)):
+        raise TypeError(f"plan: expected a class name that fewkeys does not use, got {kind}; rename the class")
+    values = ((field.name, getattr(part, field.name)) for field in fields(part))
+    return {"type": kind, **{name: pack(value) if is_dataclass(value) else value for name, value in values}}
 
 
 def learned_parts(value: object) -> Iterator[Learned]:
@@ -104,13 +101,13 @@ def learned_parts(value: object) -> Iterator[Learned]:
 
 
 def save_learned(directory: str | os.PathLike[str], configuration: object) -> None:
-    """Write a file for each distinct learned value in a configuration."""
+    """Write a file for each learned value in a configuration."""
     for part in set(learned_parts(configuration)):
         write_tensors(directory, type(part).__name__, part.tensors)
 
 
 def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
-    """The learned values of a description, read from the files beside it, by fingerprint."""
+    """The learned values that a description names, by fingerprint."""
     learned: dict[str, Learned] = {}
     for value in objects(data):
         mark, name = value.get("tensors"), value.get("type")
@@ -122,5 +119,5 @@ def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, L
         try:
             learned[mark] = kind(**tensors)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"directory: {file_name(mark)} holds no valid {name}: {error}") from None
+            raise ValueError(f"directory: {_file_name(mark)} holds no valid {name}: {error}") from None
     return learned

@@ -1,5 +1,5 @@
-"""Measures of edges and outputs. Masks are bool (..., Nq, Nk), True for an edge (query, key): `gold` the correct ones,
-`predicted` those of a method.
+"""Measures of edges and outputs. Masks are bool (..., Nq, Nk), True for an edge: `gold` the correct ones, `predicted`
+those of a method.
 """
 
 import torch

@@ -16,7 +16,7 @@ def working(tensor: Tensor) -> Tensor:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """`tensor` in float32 if it is in float16 on a CPU: kernels do not read float16, and torch is slow with it."""
+    """float16 on a CPU in float32: kernels do not read float16, and torch is slow with it."""
     is_half = tensor.dtype == torch.float16 and tensor.device.type == "cpu"
     return tensor.to(torch.float32, memory_format=torch.contiguous_format) if is_half else tensor
 
@@ -27,18 +27,15 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_is_on() -> bool:
-    """Whether autocast is on for any device."""
+    """For any device."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # no loop: every layer asks this
 
 
 def lowered(tensor: Tensor) -> Tensor:
     """`tensor` in the dtype of autocast if that is on, as torch's attention does; float64 stays."""
-    if not autocast_is_on():
-        return tensor
     kind = tensor.device.type
-    if kind not in KINDS or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    is_on = kind in KINDS and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_on and tensor.dtype != torch.float64 else tensor
 
 
 @contextmanager

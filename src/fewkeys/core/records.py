@@ -6,6 +6,7 @@ import math
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,13 +15,13 @@ from fewkeys.core.catalogue import Listed, listed, named_class
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
-"""The key of the checksum, over all other entries of an object."""
+"""The key of the checksum of all other entries of an object."""
 DEEPEST = 64
 """The most levels of lists and objects in a file; beyond Python's limit there is only `RecursionError`."""
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
+    """The value of a JSON text, without NaN or infinity, at most `DEEPEST` levels deep."""
     too_deep = ValueError(f"more than {DEEPEST} levels of lists and objects")
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
@@ -57,7 +58,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The object with the checksum of its content."""
+    """The object with its checksum."""
     return {**data, CHECKSUM: digest(data)}
 
 
@@ -83,8 +84,8 @@ def digest(data: Any) -> str:
 def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes;
-    `learned`: learned values by fingerprint.
+    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes.
+    learned: the learned values, by fingerprint.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -104,40 +105,35 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or (origin is Literal and value in inner):
         return value
-    is_union = origin in (Union, types.UnionType)
-    options = [option for option in inner if (option is type(None)) == (value is None)] if is_union else [hint]
-    bases = [option for option in options if isinstance(option, type) and issubclass(option, Listed)]
-    if bases and isinstance(value, dict):
-        return _listed(bases, value, name, learned)
-    if is_union and len(options) == 1:
-        return _as(options[0], value, name, learned)
-    if is_union:
+    if origin in (Union, types.UnionType):
+        options = [option for option in inner if (option is type(None)) == (value is None)]
+        if len(options) == 1:
+            return _as(options[0], value, name, learned)
         for option in options:
-            try:
+            with suppress(ValueError):
                 return _as(option, value, name, learned)
-            except ValueError:
-                continue
-    elif origin is list and isinstance(value, list):
+    if isinstance(hint, type) and issubclass(hint, Listed) and isinstance(value, dict):
+        return _listed(hint, value, name, learned)
+    if origin is list and isinstance(value, list):
         return [_as(inner[0], item, name, learned) for item in value]
-    elif origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list):
         return tuple(_as(inner[0], item, name, learned) for item in value)
-    elif origin in (dict, Mapping) and isinstance(value, dict):
+    if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _as(inner[1], item, name, learned) for key, item in value.items()}
-    elif is_dataclass(hint) and isinstance(hint, type):
+    if is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, learned)
-    elif hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
-    elif hint in (bool, int, str, type(None)) and type(value) is hint:
+    if hint in (bool, int, str, type(None)) and type(value) is hint:
         return value
     expected = getattr(hint, "__name__", None) if origin is None else str(hint)
     raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")
 
 
-def _listed(bases: list[type[Any]], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
-    """The packed value of a listed class that derives from any of `bases`."""
+def _listed(base: type[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
     kind_name = value.get("type")
     kind = named_class(kind_name) if isinstance(kind_name, str) else None
-    kinds = listed(*bases)
+    kinds = listed(base)
     if kind is None or kind not in kinds.values():
         raise ValueError(f"{name}: expected one of {', '.join(sorted(kinds))}, got {kind_name!r}")
     if "tensors" not in value:

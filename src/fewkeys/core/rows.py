@@ -1,4 +1,4 @@
-"""Rows of tokens."""
+"""Rows of tokens, and places of some of them."""
 
 import math
 

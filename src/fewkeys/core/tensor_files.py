@@ -54,7 +54,7 @@ def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
 
 
 def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write facts (JSON values) and tensors to one safetensors file, whole or not at all."""
+    """Write facts (JSON values) and tensors to one safetensors file."""
     text, copies = json.dumps(facts, allow_nan=False), plain(tensors)
     write_whole(path, save(copies, {FACTS: text, CHECKSUM: fingerprint(f"{kind} {text}", copies)}))
 
@@ -70,9 +70,9 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor
 
 
 class LayerFile:
-    """The file of a finished layer, whose name holds a digest of all facts that the layer depends on.
+    """The file of a finished layer, with which an interrupted run can continue. Without a folder it is never there.
 
-    With it an interrupted run can continue. Without a folder nothing is written, and there is never a file to read.
+    Its name holds a digest of all facts that the layer depends on.
     """
 
     def __init__(self, folder: Path | None, kind: str, name: str, facts: Sequence[Any]) -> None:
@@ -90,14 +90,13 @@ class LayerFile:
         return facts, tensors
 
     def write(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write the file, and its folder if missing."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write(self.path, self.kind, facts, tensors)
 
 
 def loaded(source: bytes | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, given its bytes; memory-mapped, given its path."""
+    """The tensors of a safetensors file, given its bytes, or, memory-mapped, its path."""
     try:
         with torch.device("cpu"):
             return load(source) if isinstance(source, bytes) else load_file(source)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Totals:
-    """Totals over the parts of a sequence, from this process's part; here of a single part."""
+    """Totals over the parts of a sequence, from this process's part. Here this is the only one."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part

@@ -5,20 +5,17 @@ import stat
 from pathlib import Path
 
 POSIX = hasattr(os, "getuid")
-"""Whether files have owners and modes that decide who may write them; not on Windows."""
+"""Whether owners and modes decide who may write files; not on Windows."""
 
 
 def read_trusted(path: Path) -> bytes | None:
-    """The content of a file that only this user or root could have written, else None. Raises `OSError` where the disk
-    fails.
-    """
+    """The content of a file that only this user or root could have written, else None; `OSError` if the disk fails."""
     return read_own(path) if is_trusted(path.parent) else None
 
 
 def read_own(path: Path) -> bytes | None:
-    """The content of a file of this user or root that only its owner may write, else None.
-
-    In a folder that is not trusted, another user may have moved the file there.
+    """The content of a file of this user or root that only its owner may write, else None. Another user may have moved
+    it into a folder that is not trusted.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -32,7 +29,7 @@ def read_own(path: Path) -> bytes | None:
 
 def is_trusted(folder: Path) -> bool:
     """Whether only this user or root can put files into the folder, or another folder in its place: no other user may
-    write it or a parent folder, unless that is sticky, like /tmp, where others cannot move ours.
+    write it or a folder above, unless that is sticky, like /tmp, where others cannot move ours.
     """
     try:
         folder.resolve(strict=True)  # refuses circular links

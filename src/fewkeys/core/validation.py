@@ -20,7 +20,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """`value` as an integer of at least `least`; no `bool`, no float."""
+    """`value` as an integer; no `bool`, no float."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
     if value < least:
@@ -36,7 +36,7 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_generator(generator: object) -> None:
-    """Raise `TypeError` for what is neither a generator nor None."""
+    """Refuse what is neither a generator nor None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator: expected a torch.Generator or None, got {type(generator).__name__}; for a fixed seed use "
@@ -45,7 +45,7 @@ def check_generator(generator: object) -> None:
 
 
 def check_drawn_once(generator: torch.Generator | None) -> None:
-    """Raise `ValueError` where a checkpoint would repeat a draw from the caller's generator with other numbers."""
+    """Refuse a generator of the caller where a checkpoint would repeat a draw with other numbers."""
     if generator is not None and in_backward():
         raise ValueError(
             "generator: expected None under gradient checkpointing, which computes layers again, got one, which "
@@ -71,7 +71,7 @@ def check_real(name: str, value: object, *, above: float = -math.inf, below: flo
 
 
 def check_tensor(name: str, tensor: object) -> Tensor:
-    """`tensor` as a non-empty rank-4 floating tensor."""
+    """`tensor` as a floating tensor of four dimensions, none of them empty."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.ndim != 4:
@@ -90,7 +90,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
 
 
 def check_no_graph(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` for a tensor that stands in a graph for others, which keep other keys."""
+    """Refuse a tensor that stands in a graph for others, which keep other keys."""
     if torch._C._is_tracing() or isinstance(tensor, FakeTensor):
         raise ValueError(
             f"{name}: expected a tensor whose numbers choose the keys, got one that torch.jit.trace, torch.export or a "
@@ -99,7 +99,7 @@ def check_no_graph(name: str, tensor: Tensor) -> None:
 
 
 def _untouchable(tensor: Tensor) -> str | None:
-    """Why the numbers of a tensor cannot be read; None if they can."""
+    """Why the numbers of a tensor cannot be read."""
     if tensor.is_meta:
         return "one without numbers (meta); which keys are kept depends on them"
     if tensor.layout != torch.strided:
@@ -119,18 +119,18 @@ Rows = tuple[Tensor, Tensor, Tensor]
 def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each tensor; NaN or infinity if an entry is."""
     rows = [tensor.detach() if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    ends = [end for tensor in rows for end in tensor.aminmax()]
-    low_and_high = iter(torch.stack(ends).tolist())  # together: a GPU is waited for once
-    return [max(abs(low), abs(high)) for low, high in zip(low_and_high, low_and_high, strict=True)]
+    ends = torch.stack([end for tensor in rows for end in tensor.aminmax()])
+    largest: list[float] = ends.abs().view(-1, 2).amax(1).tolist()  # together: a GPU is waited for once
+    return largest
 
 
 def as_they_are(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
-    """`largest_entries` of the rows, and the rows, which other functions of this kind may copy."""
+    """`largest_entries` of the rows, and the rows, of which other functions of this kind may return copies."""
     return largest_entries(query, key, value), (query, key, value)
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise `ValueError` for NaN and infinity, by argument name."""
+    """Refuse NaN and infinity."""
     for name, tensor in tensors.items():
         # A finite sum proves that all numbers are finite; that of finite numbers may overflow.
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
@@ -151,7 +151,9 @@ class Options(TypedDict, total=False):
 
 
 def unknown_option(name: str) -> TypeError:
-    """The error for an argument that `fewkeys.attention` lacks, such as torch's `attn_mask`."""
+    """The error for an argument such as torch's `attn_mask`, or one that goes to `fewkeys.attention` alone."""
+    if name in ("keep", "rest", "weights", "max_error"):
+        return TypeError(f"{name}: expected a call of attention(), which alone has it; other calls take a plan")
     fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
     return TypeError(f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else ""))
 
@@ -172,7 +174,7 @@ def check_inputs(
     look: Callable[[Tensor, Tensor, Tensor], tuple[list[float], Rows]] = as_they_are,
     clear: bool = True,
 ) -> Inputs:
-    """The canonical `Inputs`, or a `ValueError` or `TypeError`.
+    """The canonical `Inputs`.
 
     look: replaces `as_they_are` if `impl` lets compiled kernels run. clear: set keys and values of padding to zero now.
     """
@@ -229,7 +231,7 @@ def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
 
 
 def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
-    """(B, Nk): which keys are real, by at most one of the two arguments; None: all are."""
+    """(B, Nk): which keys are real; None: all are."""
     batch, keys = key.shape[0], key.shape[2]
     if lengths is not None and key_mask is not None:
         raise ValueError("lengths, key_mask: expected at most one of the two; key_mask can say what lengths says")

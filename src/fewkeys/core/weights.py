@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -43,9 +44,7 @@ def positive(total: Tensor) -> Tensor:
 
 def _largest(parts: Sequence[Tensor]) -> Tensor:
     """The largest score of every row, without a gradient; 0 where nothing is visible."""
-    top = parts[0].detach().amax(-1, keepdim=True)
-    for part in parts[1:]:
-        top = torch.maximum(top, part.detach().amax(-1, keepdim=True))
+    top = reduce(torch.maximum, (part.detach().amax(-1, keepdim=True) for part in parts))
     return top.masked_fill(top == -math.inf, 0.0)
 
 

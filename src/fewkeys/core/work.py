@@ -1,4 +1,4 @@
-"""The arithmetic cost of every selector and every rest."""
+"""The arithmetic cost of selectors and rests."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ CACHE = 12 * 2**20
 """The most bytes of queries, keys, values and outputs that are worked on together, unless one head has more."""
 
 
-def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs], Tensor]) -> Tensor:
-    """`compute(inputs)`, the output (B, Hq, Nq, Dv) of a plan."""
+def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor]) -> Tensor:
+    """`compute(inputs, plan)`, the output (B, Hq, Nq, Dv) of a plan."""
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
     # Random numbers are drawn for all heads together, and gradients of parts would each fill a tensor of all heads.
     together = plan.keep is None or plan.keep.cohort_lists == 1 or x.generator is not None
     if together or x.impl not in COMPILED or are_few(*rows) or not native.suits(*rows):
-        return recorded.attend(x, plan, partial(compute, x))
+        return recorded.attend(x, plan, partial(compute, x, plan))
     output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
     by_key_head = output.unflatten(1, (x.kv_heads, x.gqa_ratio))
     for batch, heads in _parts(*rows):
@@ -34,11 +34,11 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs], Tensor]) -> T
     return output
 
 
-def _attend(x: Inputs, plan: Plan, compute: Callable[[Inputs], Tensor], out: Tensor) -> Tensor:
+def _attend(x: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor], out: Tensor) -> Tensor:
     # On return the copies are free, so that the next ones take their memory.
     _, (query, key, value) = native.largest_and_rows(x.query, x.key, x.value, by_head=True)
     x = replace(x, query=query, key=key, value=value)
-    return recorded.attend(x, plan, partial(compute, x), out)
+    return recorded.attend(x, plan, partial(compute, x, plan), out)
 
 
 def are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
