@@ -160,6 +160,11 @@ class Capture(Facts):
         return digest([files, self.scales[layer], self.is_causal, str(self._part)])
 
     @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence, padding included."""
+        return max(call.key.shape[2] for call in self.calls(0))
+
+    @property
     def biased(self) -> bool:
         """Whether the model adds a distance bias to its scores."""
         return next(self.calls(0)).distance_bias is not None

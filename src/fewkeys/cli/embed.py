@@ -38,7 +38,6 @@ CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     texts = "text files in UTF-8, or folders of them; other files in a folder are left out and named"
     parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help=texts)
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
@@ -78,7 +77,6 @@ class Passes(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read, embed, write, and print a summary."""
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")

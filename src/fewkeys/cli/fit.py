@@ -31,7 +31,6 @@ NOTE = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, sequences=64, capture=True)
     add_value(parser, "--rank", whole(), 4, "dimensions of the projections", "R")
     add_value(parser, "--alpha", number(1.0), "1.5", "alpha of the model's entmax", "ALPHA")
@@ -47,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fit on one part of the text, judge on the other, print, and write."""
     inputs.prepare(arguments, "sklearn")
     with progress() as step:
         captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
@@ -69,8 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        longest = max(call.key.shape[2] for call in unseen.calls(0))
-        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(longest, arguments.margin)
+        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen.longest, arguments.margin)
         rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
     report = {
         "model": captured.model_name,

@@ -23,7 +23,6 @@ LEFT_OUT = ("sinks + window", "leverage (LevAttention)", "leverage (centred)", "
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--slots", type=whole(), metavar="N", help="slots per query, mean over all heads (default 64)")
@@ -42,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tune on one part of the text, compare on the other, print, and write."""
     inputs.prepare(arguments, "matplotlib")
     if arguments.slots is not None and arguments.slots >= arguments.length:
         raise ValueError(

@@ -90,9 +90,9 @@ def tune(
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     if memory != "all" and not capture.is_causal:
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
-    keys = max(call.key.shape[2] for call in capture.calls(0))
     width = capture.head_dim + capture.value_dim
-    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width, memory=memory, biased=capture.biased)
+    shape = {"is_causal": capture.is_causal, "keys": capture.longest, "width": width, "biased": capture.biased}
+    first = splits(asked, memory=memory, **shape)
     scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
