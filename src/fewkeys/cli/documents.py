@@ -51,12 +51,6 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
     return list(documents.values()), skipped
 
 
-def skipped_in_words(skipped: dict[str, str]) -> str:
-    """How many files were left out, and a line for each with its name and the reason."""
-    lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
-    return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
-
-
 def _files(folder: Path) -> Iterator[tuple[Path, str]]:
     """The files below a folder, sorted by name; and other entries, with the reasons why they are not read."""
     unread: list[OSError] = []

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewkeys.cli import inputs
-from fewkeys.cli.documents import Document, read_documents, skipped_in_words
+from fewkeys.cli.documents import Document, read_documents
 from fewkeys.cli.files import check_folder, deliver
 from fewkeys.cli.options import add_common, named_path, whole
 from fewkeys.cli.progress import Step, progress
@@ -243,12 +243,14 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
-    if facts["skipped"]:
-        print(f"fewkeys: note: {skipped_in_words(facts['skipped'])}", file=sys.stderr)
-    count, width = facts["vectors"]
+    if skipped := facts["skipped"]:
+        lines = [f"{name} {reason}" for name, reason in skipped.items()]
+        count = f"{_counted(len(lines), 'file')} {'was' if len(lines) == 1 else 'were'}"
+        print("\n  ".join([f"fewkeys: note: {count} left out:", *lines]), file=sys.stderr)
+    vectors, width = facts["vectors"]
     again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
     print(
-        f"{_counted(count, 'vector')} of {width} dimensions from {_counted(len(rows), 'text')} "
+        f"{_counted(vectors, 'vector')} of {width} dimensions from {_counted(len(rows), 'text')} "
         f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {facts['out']}"
     )
     worst, name = max((float(text_rows.error.max()), name) for name, text_rows in rows.items())

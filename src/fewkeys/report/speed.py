@@ -1,4 +1,4 @@
-"""A benchmark as a table and two pictures."""
+"""A benchmark as a table and two pictures, PNG and PDF."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
 from fewkeys.report.table import show
 
 DROP = ("quartiles", "heads", "peak MB")
-"""Columns that narrow terminals leave out, in this order."""
 NOTES = {
     "ms": "ms: median.",
     "exact / plan": "exact / plan: median of the ratios, turn by turn.",
@@ -22,7 +21,7 @@ NOTES = {
 
 
 def print_timings(rows: Sequence[Timing]) -> None:
-    """Print one line per plan and length."""
+    """Print a line for each plan and length."""
     print(show([_cells(row) for row in rows], notes=NOTES, drop=DROP))
 
 
@@ -41,29 +40,29 @@ def _cells(row: Timing) -> dict[str, str]:
 
 
 def headline(settings: Mapping[str, Any], heads: int) -> str:
-    """What was timed, from the settings in bench.json."""
+    """What was timed. settings: as in bench.json."""
     modes = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
     return f"{heads} heads, {settings['dtype']}{modes}"
 
 
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Draw milliseconds per head against tokens, and mark where plans become faster, as PNG and PDF."""
+    """Draw milliseconds per head against tokens, and mark where plans become faster."""
     figure, (axes,) = sheet("Time of attention", title, names=1.5)
     timings: dict[str, list[Timing]] = {}
     for row in sorted(rows, key=lambda row: row.length):
         timings.setdefault(row.name, []).append(row)
     lines = {name: [(row.length, row.ms / row.heads) for row in of_plan] for name, of_plan in timings.items()}
     say(axes, "tokens", "ms per head")
-    looks = draw_lines(axes, lines, sorted({float(row.length) for row in rows}))
+    looks = draw_lines(axes, lines, sorted({row.length for row in rows}))
     for name, of_plan in timings.items():
-        start = None if name == "exact" else crossing([(row.length, row.ratio) for row in of_plan])
+        start = crossing([(row.length, row.ratio) for row in of_plan])
         if start is not None:
             upright(axes, start, f"as fast as exact at {float(f'{start:.2g}'):,.0f} tokens", looks[name].color)
     save(figure, path)
 
 
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Draw the mean relative output error against milliseconds at the greatest length, as PNG and PDF.
+    """Draw the mean relative output error against milliseconds at the greatest length.
 
     Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line.
     """
