@@ -1,12 +1,12 @@
-"""Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in turns, at each length:
-their ratio and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
-and the output error is measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or
-more lengths) and, with a model, error.png; the pictures also as PDF.
+"""Time plans and exact attention (torch's scaled_dot_product_attention), in turns, at each length, and measure memory.
+With a model and a text, the inputs are queries, keys and values of the middle layer, and the output error is measured
+too; without, they are random numbers. Writes bench.json, time.png (for two or more lengths) and, with a model,
+error.png; the pictures also as PDF.
 """
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
@@ -22,7 +22,7 @@ ROWS = {
     "random": "random keys",
     "top-k": "top-k per query (oracle)",
 }
-"""The names of standard plans by short names."""
+"""Rows of `standard_plans` by short names."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     dtype = getattr(torch, arguments.dtype)
     with progress() as step:
         if real:
-            longest = max(arguments.lengths)
-            arguments.length = min(512, longest)
-            arguments.sequences = -(-longest // arguments.length)
-            draw = captured_inputs(inputs.read(arguments, step)[0], dtype=dtype)
+            draw = captured_inputs(inputs.read(arguments, step, tokens=max(arguments.lengths))[0], dtype=dtype)
         else:
             draw = random_inputs(arguments.dim, dtype=dtype)
         causal = {"is_causal": arguments.causal}
@@ -69,17 +66,10 @@ def run(arguments: argparse.Namespace) -> None:
     times = [asdict(row) for row in rows]
     result = {"machine": machine(), "versions": versions(), "settings": settings, "rows": times}
 
-    from fewkeys.report.speed import headline, print_timings, save_error, save_time
+    from fewkeys.report.speed import print_timings, save_pictures
 
-    subtitle = headline(settings, arguments.heads)
-
-    def fill(folder: Path) -> None:
-        if len(arguments.lengths) > 1:
-            save_time(rows, folder / "time.png", title=subtitle)
-        if real:
-            save_error(rows, folder / "error.png", title=subtitle)
-
-    deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
+    show, fill = partial(print_timings, rows), partial(save_pictures, rows, settings)
+    deliver(arguments, result, show, "bench.json", fill)
 
 
 def _plans(text: str) -> dict[str, tuple[str, int]]:

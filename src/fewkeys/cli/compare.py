@@ -18,7 +18,7 @@ RESULTS = "results.json"
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
 SECONDS = 5.0
-"""About the time for whole models at one length."""
+"""For whole models at one length."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
     inputs.prepare(arguments, *(["matplotlib"] if arguments.out else []))
-    user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
+    user_plans = {folder.absolute().name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:

@@ -129,8 +129,9 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     from fewkeys.integrations import embed
     from fewkeys.integrations.loading import load_encoder
 
-    options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
-    with inputs.named_as_options(**options):
+    with inputs.named_as_options(
+        name_or_dir="--model", prompt="--prompt", prompt_name="--prompt-name", chunks="--chunk"
+    ):
         encoder = load_encoder(arguments.model)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens

@@ -49,9 +49,8 @@ def deliver(
     fill: Callable[[Path], None] = lambda folder: None,
     last: str = "",
 ) -> None:
-    """Write the JSON of the result to the file `name` in --out, if both are given, beside the files of `fill`.
-
-    Print the JSON under --json, else call `show`.
+    """Write the JSON of the result to the file `name` in --out, if both are given, beside the files of `fill`; print it
+    under --json, else call `show`.
     """
     text = result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
 

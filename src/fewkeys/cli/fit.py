@@ -1,8 +1,7 @@
 """Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of queries and keys that are
-close where the attention weight is not zero. The last part of the sequences is held out. The table shows how many of
-their nonzero weights several groupings predict, beside a window and random edges with as many keys. Writes the
-predictor (read by Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an
-interruption.
+close where the attention weight is not zero. The table shows how many nonzero weights of the last sequences, which are
+held out, several groupings predict, beside a window and random edges with as many keys. Writes the predictor (read by
+Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an interruption.
 """
 
 import argparse
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _groupings(length: int, margin: float) -> list[Any]:
-    """Groupings of every kind: about as many clusters as the root of the length, a distance like the margin."""
+    """Every kind: about as many clusters as the root of the length, a distance like the margin."""
     from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
 
     root = max(2, round(math.sqrt(length)))

@@ -1,7 +1,7 @@
 """A benchmark as a table and two pictures, PNG and PDF."""
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fewkeys.bench.timing import Timing
@@ -39,13 +39,17 @@ def _cells(row: Timing) -> dict[str, str]:
     }
 
 
-def headline(settings: Mapping[str, Any], heads: int) -> str:
-    """What was timed. settings: as in bench.json."""
+def save_pictures(rows: Sequence[Timing], settings: Mapping[str, Any], folder: Path) -> None:
+    """Write time.png for two or more lengths, and error.png where errors were measured. settings: as in bench.json."""
     modes = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
-    return f"{heads} heads, {settings['dtype']}{modes}"
+    title = f"{max(row.heads for row in rows)} heads, {settings['dtype']}{modes}"
+    if len({row.length for row in rows}) > 1:
+        _save_time(rows, folder / "time.png", title)
+    if rows[0].error is not None:
+        _save_error(rows, folder / "error.png", title)
 
 
-def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
+def _save_time(rows: Sequence[Timing], path: Path, title: str) -> None:
     """Draw milliseconds per head against tokens, and mark where plans become faster."""
     figure, (axes,) = sheet("Time of attention", title, names=1.5)
     timings: dict[str, list[Timing]] = {}
@@ -61,7 +65,7 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
     save(figure, path)
 
 
-def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
+def _save_error(rows: Sequence[Timing], path: Path, title: str) -> None:
     """Draw the mean relative output error against milliseconds at the greatest length.
 
     Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line.
