@@ -26,7 +26,10 @@ def within_error(cost: Tensor, slots: Tensor, error: Tensor, most: float) -> Ten
     """The choice (H,) of few slots whose `error` (H, K) is at most `most` on average over heads: it minimises
     `cost + price * slots` at the highest price that the error allows. Some candidate of each head has no error.
     """
-    choice, _ = _bisect(cost.double(), slots.double(), lambda choice: _mean(error, choice) > most)
+    for objective in (cost, error):  # without effect on the predictions a head has no cost, whatever its error
+        choice, _ = _bisect(objective.double(), slots.double(), lambda choice: _mean(error, choice) > most)
+        if _mean(error, choice) <= most:
+            break
     return choice
 
 
@@ -35,6 +38,7 @@ def _bisect(cost: Tensor, slots: Tensor, is_dear: Callable[[Tensor], bool]) -> t
     finite = cost.isfinite()
     gaps = slots[finite].unique().diff()
     least = float(gaps.min()) if gaps.numel() else 1.0
+    slots = slots.where(finite, 0.0)  # a price of zero times infinite slots is no number
     # At the highest price every head takes the fewest slots.
     low, high = 0.0, float(cost[finite].max() - cost[finite].min()) / least + 1.0
     for _ in range(HALVINGS):
