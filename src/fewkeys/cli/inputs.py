@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -163,7 +164,7 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
             texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"--text: expected gzip in {path}, got a damaged file ({error})") from error
         except OSError as error:
             raise ValueError(f"--text: expected a text file, got {path} ({error.strerror})") from error
