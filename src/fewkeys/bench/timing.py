@@ -1,7 +1,6 @@
 """Time, memory and error of plans and of exact attention at each length.
 
-Exact attention and the plans take turns, so that a machine that slows down slows both. The plans run even where
-`impl="auto"` would not run them.
+They take turns, so that a machine that slows down slows all. Plans run even where `impl="auto"` would not run them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +23,9 @@ from fewkeys.flow import attend
 from fewkeys.plan import Plan
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
-"""A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
+"""Turns of a length; and how many are enough after so many seconds."""
 EXACT_PAIRS = 2**32
-"""The most pairs of a query and a key in exact attention: longer inputs have fewer heads."""
+"""The most pairs of a query and a key over all heads: longer inputs have fewer."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""

@@ -1,7 +1,5 @@
-"""The inputs of a model's attention layers, kept on disk.
-
-A capture is a folder with one safetensors file per layer and batch (two with gradients), one with the output
-projections, and a `capture.json` that describes them.
+"""The inputs of a model's attention layers, kept on disk: a folder with one safetensors file per layer and batch (two
+with gradients), one with the output projections, and a `capture.json` that describes them.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from pathlib import Path
 PDF = b"%PDF-"
 """The first bytes of a PDF, which may be ASCII throughout."""
 HEAD = 2**16
-"""Bytes that are read first: a binary file most often has a zero byte among them."""
+"""Bytes read first: a binary file most often has a zero byte among them."""
 SHOWN = 3
 """Files that an error names, with their reasons."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the name of its file, a digest of its characters, and whether the file itself was named."""
+    """A text, the name of its file, a digest, and whether the file itself was named, not its folder."""
 
     name: str
     text: str

@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Passes(NamedTuple):
-    """A text, the characters of each pass over it (none: it is left out), and the number of its tokens."""
+    """A text, the characters of each pass over it (none: it is left out), and its number of tokens."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
         facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-    deliver(arguments, facts, lambda: _show(facts, rows))
+    deliver(arguments, facts, lambda: _show(facts, table))
 
 
 def _check_out(out: Path) -> None:
@@ -172,8 +172,8 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
 ) -> tuple[dict[str, Passes], dict[str, str]]:
-    """The texts by their digests, and the names of files that are left out, with the reasons. `ValueError` if a text is
-    refused or none is left.
+    """The texts by digest, and the files that are left out, with reasons. `ValueError` if a text is refused, or none is
+    left.
     """
     from fewkeys.integrations import embed
 
@@ -198,7 +198,7 @@ def _passes(
     left_out = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
     too_long = {name: tokens for name, tokens in left_out.items() if tokens}
     if too_long and longer == "refuse":
-        name = max(too_long, key=lambda name: too_long[name])
+        name = max(too_long, key=too_long.__getitem__)
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
         raise ValueError(
             f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}{others}; "
@@ -243,7 +243,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
+def _show(facts: dict[str, Any], table: dict[str, Any]) -> None:
     if skipped := facts["skipped"]:
         lines = [f"{name} {reason}" for name, reason in skipped.items()]
         count = f"{_counted(len(lines), 'file')} {'was' if len(lines) == 1 else 'were'}"
@@ -251,11 +251,11 @@ def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
     vectors, width = facts["vectors"]
     again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
     print(
-        f"{_counted(vectors, 'vector')} of {width} dimensions from {_counted(len(rows), 'text')} "
+        f"{_counted(vectors, 'vector')} of {width} dimensions from {_counted(facts['texts'], 'text')} "
         f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {facts['out']}"
     )
-    worst, name = max((float(text_rows.error.max()), name) for name, text_rows in rows.items())
-    if worst:
+    if worst := table["error"].max():
+        name = table["path"][table["error"].argmax()]
         print(f"Estimated error of attention's output: {facts['error']:.3f} on average, at most {worst:.3f} ({name}).")
     else:
         print("Exact attention answered every text: it is faster at these lengths.")

@@ -36,7 +36,7 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length at which a ratio rises to 1, by logarithms, from (length, ratio) in order; None if it does not."""
+    """The length, by logarithms, at which a ratio rises to 1, from (length, ratio) in order; None if it does not."""
     for (length, ratio), (longer, higher) in pairwise(points):
         if ratio < 1 <= higher:
             below = max(ratio, sys.float_info.min)

@@ -48,7 +48,6 @@ def _bisect(cost: Tensor, slots: Tensor, is_dear: Callable[[Tensor], bool]) -> t
 
 
 def _of_choice(values: Tensor, choice: Tensor) -> Tensor:
-    """The values (H, 1) of the chosen candidates."""
     return values.gather(1, choice.unsqueeze(1))
 
 

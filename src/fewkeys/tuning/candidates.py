@@ -13,15 +13,13 @@ LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
 """The same for scans: where every query chooses its own keys, heads differ more."""
 COHORTS = 32
+SINKS = 4
 HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 1 / 4)
 """Shares of the slots that are tried."""
-STEP_SLOTS = 1 / 8
-"""The relative change of the slots between a candidate and its neighbours."""
 SCAN_MEANS = (1 / 32, 1 / 8)
 """Shares of the slots for means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-SINKS = 4
 
 
 class Split(NamedTuple):
@@ -34,6 +32,8 @@ class Split(NamedTuple):
 
 STEP = Split(1 / 16, 1 / 8, 1 / 16)
 """The change of a share between a candidate and its neighbours."""
+STEP_SLOTS = 1 / 8
+"""The same of the slots, relative."""
 
 
 @dataclass(frozen=True)
