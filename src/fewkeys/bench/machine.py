@@ -20,8 +20,9 @@ RECOMMENDED = tuple(budget(slots, is_causal=causal).never_exact() for causal in 
 
 def machine() -> dict[str, Any]:
     """The processor, the threads in use, the operating system, and the compiled kernels."""
+    names = cpuinfo("model name")
     return {
-        "cpu": _cpu(),
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -52,8 +53,3 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     query, key, value = smooth + noise[1], 0.7 * smooth.roll(3, 2) + noise[2], smooth + noise[3]
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=plan.is_causal)
     return output_error(flow.attention(query, key, value, plan=plan, is_causal=plan.is_causal), exact)
-
-
-def _cpu() -> str:
-    lines = cpuinfo("model name")
-    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

@@ -22,8 +22,6 @@ from fewkeys.core.validation import Options, check_inputs
 FORMAT_VERSION = 2
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
-PER_SEQUENCE = ("query", "key", "value", "key_mask", "query_mask", "gradient")
-"""The tensors of a call with a row for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +72,8 @@ class AttentionInputs:
         return self.key_mask
 
     def rows(self, index: slice) -> AttentionInputs:
-        return replace(self, **{name: x[index] for name in PER_SEQUENCE if (x := getattr(self, name)) is not None})
+        names = ("query", "key", "value", "key_mask", "query_mask", "gradient")  # a row for each sequence
+        return replace(self, **{name: x[index] for name in names if (x := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -180,7 +179,7 @@ class Capture(Facts):
         return replace(self, batches=len(part), sequences=stop - start, tokens=tokens, _part=tuple(part))
 
     def projection(self, layer: int) -> Tensor | None:
-        """The weights (out, Hq, Dv) of the layer's output projection; None: unknown."""
+        """The weights (out, Hq, Dv) of the layer's output projection without its bias; None: unknown."""
         weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
         return None if weight is None else weight.view(-1, self.query_heads, self.value_dim)
 

@@ -57,8 +57,8 @@ def tune(
     Args:
         capture: from `fewkeys.capture`, on text like that which the model will see.
         slots: per query, on average over all heads; default 64.
-        max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text, for
-            few slots.
+        max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
+            are then as few as the candidates allow.
         directory: for finished layers, so that an interrupted run on the same capture goes on.
         memory: of causal plans, as in `fewkeys.budget`.
         progress: called as `progress(done, total, what)`.
