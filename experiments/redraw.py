@@ -30,7 +30,7 @@ from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
 from fewkeys.judge.result import Report
 from fewkeys.report.figure import save_figure, save_tuned
-from fewkeys.report.speed import headline, save_error, save_time
+from fewkeys.report.speed import save_pictures
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -41,11 +41,7 @@ def main() -> None:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/bench.json")):
         data = read(path)
         rows = [Timing(**{name.name: row[name.name] for name in fields(Timing)}) for row in data["rows"]]
-        title = headline(data["settings"], max(row.heads for row in rows))
-        if len({row.length for row in rows}) > 1:
-            save_time(rows, path.with_name("time.png"), title=title)
-        if data["settings"]["inputs"] != "random":
-            save_error(rows, path.with_name("error.png"), title=title)
+        save_pictures(rows, data["settings"], path.parent)
     docs = ROOT / "docs"
     save_figure(Report.load(docs / "results" / "demo.json"), docs / "images" / "pareto.png")
     tuned = docs / "results" / "tuned"

@@ -233,17 +233,28 @@ def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
         out.append(json.loads(shown))
     assert [actual["settings"]["text"] for actual in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
     assert out[0]["rows"][3]["error"] == out[1]["rows"][3]["error"] == out[2]["rows"][3]["error"]
-    zipped.write_bytes(b"no zip")
-    refused(run(text=zipped), "--text", "gzip")
+    whole = gzip.compress(TEXT.encode())
+    for damaged in (b"no zip", whole[:-9], whole[:10] + b"\xff" + whole[11:]):
+        zipped.write_bytes(damaged)
+        refused(run(text=zipped), "--text", "gzip")
 
 
-def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path):
+def test_bench_reads_models_of_few_positions(run, tmp_path):
+    """The lengths of a benchmark are longer than the model's sequences, which are joined."""
+    options = {"lengths": "32,96", "plans": "window:8", "heads": 2, "out": tmp_path / "out"}
+    code, _, err = run("bench", **options, sequences=None, length=None, slots=None)
+    assert code == 0, err
+    assert {row["length"] for row in read_json(tmp_path / "out", "bench.json")["rows"]} == {32, 96}
+
+
+def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch):
     folder, plan, tuned = tmp_path / "captured", tmp_path / "mine", tmp_path / "tuned"
     assert run("capture", out=folder)[0] == 0
     fk.Plan(fk.Window(5)).save_pretrained(plan)
     ModelPlan(((fk.Plan(fk.Window(3)), fk.budget(8)),) * 2).save_pretrained(tuned)
     none = {"model": None, "text": None}
-    arguments = [f"--capture={folder}", f"--plan={plan}", f"--plan={tuned}"]
+    monkeypatch.chdir(plan)
+    arguments = [f"--capture={folder}", "--plan=.", f"--plan={tuned}"]
     opened = read_json(folder, "opened.json")
     (folder / "opened.json").write_text(json.dumps(opened | {"model": "of another name"}))
     code, shown, err = run(flags=arguments, out=tmp_path / "out", slots=4, **none)

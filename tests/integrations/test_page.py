@@ -73,6 +73,12 @@ def test_name_error_and_time_are_the_first_columns(tmp_path):
         assert names[:4] == first
 
 
+def test_kinds_from_a_file_are_no_html(tmp_path):
+    report = small()
+    save_page(replace(report, rows=[replace(row, kind='"><b id="x">') for row in report.rows]), tmp_path / "page.html")
+    assert "x" not in Page((tmp_path / "page.html").read_text()).ids
+
+
 def test_without_a_sample_or_rows_there_is_a_page(tmp_path):
     for report in (replace(small(), sample=None), replace(small(), rows=[])):
         save_page(report, tmp_path / "page.html")

@@ -128,6 +128,15 @@ def test_infinite_costs_are_no_candidates():
     assert within_slots(cost, slots, 3.0).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(("most", "expected"), [(0.4, [0, 0]), (0.2, [1, 0]), (0.05, [2, 1])])
+def test_errors_of_heads_without_a_cost_are_kept(most, expected):
+    """The predictions do not depend on some heads; the error does."""
+    cost = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, math.inf]])
+    slots = torch.tensor([[2.0, 4.0, 8.0], [2.0, 8.0, math.inf]])
+    error = torch.tensor([[0.5, 0.2, 0.0], [0.1, 0.0, math.inf]])
+    assert within_error(cost, slots, error, most).tolist() == expected
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("slots", [2, 7, 64, 500])
 def test_candidates_pay_what_they_say(slots, is_causal):

@@ -21,9 +21,11 @@ def drawn(shape, dtype, seed=0):
 
 
 def together(monkeypatch, rows, **options):
-    monkeypatch.setattr(by_heads, "CACHE", 2**40)
+    monkeypatch.setattr(by_heads, "FEW", 2**40)
     recorded._recordings.clear()
-    return fk.attention(*rows, **options)
+    whole = fk.attention(*rows, **options)
+    monkeypatch.setattr(by_heads, "FEW", 0)
+    return whole
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 9])
@@ -55,6 +57,7 @@ def test_what_comes_with_the_rows_is_divided_alike(option, dtype, monkeypatch):
 
 def test_no_parts_where_heads_depend_on_each_other(monkeypatch):
     """Random keys of all heads are drawn together. Gradients of parts would each fill a tensor of all heads."""
+    monkeypatch.setattr(by_heads, "FEW", 0)
     monkeypatch.setattr(by_heads, "CACHE", 1)
     parts = []
     monkeypatch.setattr(by_heads, "_attend", lambda *args: parts.append(args))

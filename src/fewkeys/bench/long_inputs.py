@@ -8,7 +8,7 @@ from fewkeys.captures.capture import Capture
 
 
 def random_inputs(dim: int, *, dtype: torch.dtype) -> Draw:
-    """Independent normal numbers: good for time, meaningless for error."""
+    """Normal numbers: good for time, meaningless for error."""
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
         draw = torch.Generator("cpu").manual_seed(0)
@@ -19,10 +19,7 @@ def random_inputs(dim: int, *, dtype: torch.dtype) -> Draw:
 
 
 def captured_inputs(capture: Capture, *, dtype: torch.dtype) -> Draw:
-    """The first heads of the middle layer, its sequences joined end to end: longer than a context of the model.
-
-    More tokens or key heads than the capture holds raise `ValueError`, and so does a bias of the distance.
-    """
+    """The first heads of the middle layer, its sequences joined end to end: longer than a context of the model."""
     if capture.biased:
         raise ValueError(
             "capture: expected a model without a distance bias, got one with a bias, whose values for longer texts are "

@@ -16,13 +16,13 @@ from fewkeys.native.sets import cpuinfo
 from fewkeys.plan import Plan, budget
 
 RECOMMENDED = tuple(budget(slots, is_causal=causal).never_exact() for causal in (False, True) for slots in (64, 128))
-"""The plans whose errors are part of `versions`."""
 
 
 def machine() -> dict[str, Any]:
     """The processor, the threads in use, the operating system, and the compiled kernels."""
+    names = cpuinfo("model name")
     return {
-        "cpu": _cpu(),
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -31,8 +31,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of fewkeys, python, torch and transformers; and "plans", the version of the method: the errors of the
-    `RECOMMENDED` plans on fixed inputs. A result with other errors than today's is older than the method.
+    """Versions of fewkeys, python, torch and transformers; and "plans", the version of the method: the errors of the `RECOMMENDED` plans on fixed
+    inputs. A result with other errors than today's is older than the method.
     """
     plans = " ".join(f"{error_on_fixed_inputs(plan):.3g}" for plan in RECOMMENDED)
     numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
@@ -54,8 +54,3 @@ def error_on_fixed_inputs(plan: Plan) -> float:
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=plan.is_causal)
     inputs = flow.checked(query, key, value, plan, is_causal=plan.is_causal)
     return output_error(flow.attend(inputs, plan), exact)
-
-
-def _cpu() -> str:
-    lines = cpuinfo("model name")
-    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

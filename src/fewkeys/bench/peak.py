@@ -24,12 +24,11 @@ class PeakMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)):
             key, size = storage._cdata, storage.nbytes()
-            if key in self._live or key in before:
-                continue
-            self._live.add(key)
-            self._now += size
-            self.peak = max(self.peak, self._now)
-            weakref.finalize(storage, self._forget, key, size)
+            if not (key in self._live or key in before):
+                self._live.add(key)
+                self._now += size
+                self.peak = max(self.peak, self._now)
+                weakref.finalize(storage, self._forget, key, size)
         return result
 
     def _forget(self, key: int, size: int) -> None:

@@ -1,7 +1,6 @@
 """Time, memory and error of plans and of exact attention at each length.
 
-Exact attention and the plans take turns, so that a machine that slows down slows both. The plans run even where
-`impl="auto"` would not run them.
+They take turns, so that a machine that slows down slows all. Plans run even where `impl="auto"` would not run them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.bench.peak import PeakMemory
@@ -23,9 +23,9 @@ from fewkeys.flow import attend
 from fewkeys.plan import Plan
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
-"""A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
+"""Turns of a length; and how many are enough after so many seconds."""
 EXACT_PAIRS = 2**32
-"""The most pairs of a query and a key in exact attention: longer inputs have fewer heads."""
+"""The most pairs of a query and a key over all heads: longer inputs have fewer."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""
@@ -33,11 +33,10 @@ Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 
 @dataclass(frozen=True)
 class Timing:
-    """One plan, or exact attention, at one length.
+    """One plan, or exact attention ("exact"), at one length.
 
     Attributes:
-        name: the plan's, or "exact".
-        length, heads: tokens, and heads that ran together.
+        heads: those that ran together.
         ms: median of a call, including gradients with `backward`.
         ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
         peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
@@ -68,22 +67,22 @@ def bench(
     backward: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> list[Timing]:
-    """Time every plan at every length. `real`: whether to measure errors, too (captured inputs)."""
+    """Time every plan at every length. `real`: measure errors, too."""
     rows: dict[str, Plan | None] = {"exact": None, **plans}
     total, timings = len(lengths) * TURNS, []
     for number, length in enumerate(lengths):
         query, key, value, scale = draw(length, max(1, min(heads, EXACT_PAIRS // length**2)))
-        tensors = [x.requires_grad_(backward) for x in (query, key, value)]
+        tensors = (x.requires_grad_(backward) for x in (query, key, value))
         inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale)
         for plan in rows.values():  # warm up
-            _milliseconds(inputs, plan, tensors, backward)
+            _milliseconds(inputs, plan, backward)
         times: dict[str, list[float]] = {name: [] for name in rows}
         start = perf_counter()
         for turn in range(TURNS):
             if turn >= FEWEST_TURNS and perf_counter() - start > ENOUGH_SECONDS:
                 break
             for name, plan in rows.items():
-                times[name].append(_milliseconds(inputs, plan, tensors, backward))
+                times[name].append(_milliseconds(inputs, plan, backward))
             progress(number * TURNS + turn + 1, total, f"{length} tokens")
         exact = _call(inputs, None).detach() if real else None
         timings += [_timing(name, plan, inputs, times, exact) for name, plan in rows.items()]
@@ -97,15 +96,12 @@ def _call(x: Inputs, plan: Plan | None) -> Tensor:
     return attend(x.branch(), plan.never_exact())
 
 
-def _milliseconds(x: Inputs, plan: Plan | None, tensors: Sequence[Tensor], backward: bool) -> float:
-    """The time of one call, `backward`: with the gradients of the `tensors`."""
-    device = x.query.device
-    if not backward:
-        with torch.no_grad():
-            return clock(lambda: _call(x, plan), device)
-    for tensor in tensors:
-        tensor.grad = None
-    return clock(lambda: _call(x, plan).sum().backward(), device)
+def _milliseconds(x: Inputs, plan: Plan | None, backward: bool) -> float:
+    """The time of one call; `backward`: with the gradients of query, key and value."""
+    if backward:
+        return clock(lambda: grad(_call(x, plan).sum(), (x.query, x.key, x.value)), x.query.device)
+    with torch.no_grad():
+        return clock(lambda: _call(x, plan), x.query.device)
 
 
 @torch.no_grad()

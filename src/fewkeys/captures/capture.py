@@ -1,7 +1,5 @@
-"""The inputs of a model's attention layers, kept on disk.
-
-A capture is a folder with one safetensors file per layer and batch (two with gradients), one with the output
-projections, and a `capture.json` that describes them.
+"""The inputs of a model's attention layers, kept on disk: a folder with one safetensors file per layer and batch (two
+with gradients), one with the output projections, and a `capture.json` that describes them.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from fewkeys.core.validation import Options, check_inputs
 FORMAT_VERSION = 2
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
-PER_SEQUENCE = ("query", "key", "value", "key_mask", "query_mask", "gradient")
-"""The tensors of a call with a row for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +29,11 @@ class AttentionInputs:
     """The inputs of one attention call: one layer on one batch.
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk), True for
-    real keys, None if all are; `query_mask` (B, Nq) likewise if the queries are other tokens than the keys.
+    real keys, None if all are; `query_mask` (B, Nq) likewise if the queries are other tokens than the keys;
+    `distance_bias` (Hq, 2 R + 1); `gradient` (B, Hq, Nq, Dv) of the output (`fewkeys.integrations.sensitivity`).
 
-    `query_offset`, `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`.
-    `gradient` (B, Hq, Nq, Dv): with respect to the output (`fewkeys.integrations.sensitivity`).
-
-    Captures do not hold the other three. `window`: a query sees what `Window(window)` keeps. `softcap`: scores become
-    weights by `Softcap(softcap)`. `sink` (Hq,): one more score for every query of a head, with a value of zero.
+    Captures do not hold the other three. `window`: a query sees what `Window(window)` keeps. `softcap`: weights are
+    those of `Softcap(softcap)`. `sink` (Hq,): one more score for every query of a head, with a value of zero.
     """
 
     query: Tensor
@@ -57,13 +51,12 @@ class AttentionInputs:
     gradient: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
-        """The options of `fewkeys.attention` for the call."""
+        """For `fewkeys.attention`."""
         options: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
         options |= {"query_offset": self.query_offset, "distance_bias": self.distance_bias}
         return options | {"generator": generator, "impl": impl}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
-        """The validated `Inputs` of the call."""
         return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
 
     @property
@@ -79,8 +72,8 @@ class AttentionInputs:
         return self.key_mask
 
     def rows(self, index: slice) -> AttentionInputs:
-        """The sequences at `index`: views."""
-        return replace(self, **{name: x[index] for name in PER_SEQUENCE if (x := getattr(self, name)) is not None})
+        names = ("query", "key", "value", "key_mask", "query_mask", "gradient")  # a row for each sequence
+        return replace(self, **{name: x[index] for name in names if (x := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +83,7 @@ class Facts:
     Attributes:
         scales: the softmax scale of each layer.
         sequences, tokens: of all `batches`.
-        weights: a number for every layer's weights, which identifies the model; empty if unknown.
+        weights: a number for each layer, which identifies the model; empty if unknown.
         gradients: whether every call holds its gradient.
         files: the fingerprint of each file of tensors, checked at the first read.
     """
@@ -132,7 +125,7 @@ class Capture(Facts):
         return (self._call(layer, batch).rows(rows) for batch, rows in self._ranges())
 
     def _ranges(self) -> tuple[tuple[int, slice], ...]:
-        """The numbers of the batches, each with the range of its sequences."""
+        """The batches, each with the range of its sequences."""
         return self._part or tuple((batch, slice(None)) for batch in range(self.batches))
 
     def _call(self, layer: int, batch: int) -> AttentionInputs:
@@ -143,7 +136,6 @@ class Capture(Facts):
         return AttentionInputs(**tensors, scale=self.scales[layer], is_causal=self.is_causal, query_offset=offset)
 
     def _read(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file, mapped. The first read checks their fingerprint."""
         try:
             tensors = loaded(self.directory / name)
             if name not in self._sound and self.files.get(name) != fingerprint(name, tensors):
@@ -154,10 +146,15 @@ class Capture(Facts):
         return tensors
 
     def digest(self, layer: int) -> str:
-        """A fingerprint of the tensors, the scale and the sequences of a layer."""
+        """A fingerprint of a layer's tensors, scale and sequences."""
         beginnings = (f"layer{layer:03d}-", f"gradient{layer:03d}-", PROJECTIONS)
         files = sorted(item for item in self.files.items() if item[0].startswith(beginnings))
         return digest([files, self.scales[layer], self.is_causal, str(self._part)])
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest sequence, padding included."""
+        return max(call.key.shape[2] for call in self.calls(0))
 
     @property
     def biased(self) -> bool:
@@ -190,13 +187,12 @@ class Capture(Facts):
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
         """Open a finished capture. Raises `ValueError` if `directory` holds none, or an unfinished one."""
         folder = Path(directory)
-        index = folder / INDEX
-        if not index.is_file():
+        if not (index := folder / INDEX).is_file():
             raise ValueError(f"directory: expected a capture with {INDEX}, {what_is_in(folder)}")
         try:
             data = unseal(parse(index.read_bytes()), required=True)
-            if data.get("format_version") != FORMAT_VERSION:
-                raise ValueError(f"format version {data.get('format_version')!r}, this package reads {FORMAT_VERSION}")
+            if (version := data.get("format_version")) != FORMAT_VERSION:
+                raise ValueError(f"format version {version!r}, this package reads {FORMAT_VERSION}")
             facts = build(Facts, data)
         except ValueError as error:
             raise ValueError(f"directory: {index} is damaged ({error}); capture again") from None
@@ -207,7 +203,7 @@ class Capture(Facts):
 
 
 def file_name(kind: str, layer: int, batch: int) -> str:
-    """The name of the file with the inputs of a call ("layer") or its gradient ("gradient")."""
+    """The file of a call's inputs ("layer") or of its gradient ("gradient")."""
     return f"{kind}{layer:03d}-batch{batch:05d}.safetensors"
 
 

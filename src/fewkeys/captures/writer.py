@@ -1,4 +1,4 @@
-"""Writes a capture: one attention call at a time, and `capture.json` last. A folder without it is not a capture."""
+"""Writes a capture."""
 
 import os
 import shutil
@@ -20,7 +20,8 @@ from fewkeys.core.tensor_files import fingerprint, plain
 
 
 class CaptureWriter:
-    """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
+    """Writes a capture: `write` for each layer in order, `end_batch` after each batch, then `finish`, which writes
+    `capture.json`. A folder without it is not a capture.
 
     directory: a new or empty folder; None: a temporary one that is removed with the finished `Capture`.
     """
@@ -41,7 +42,6 @@ class CaptureWriter:
             raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
 
     def write(self, inputs: AttentionInputs) -> None:
-        """Write the call of the next layer of the current batch."""
         query, key, value = inputs.query, inputs.key, inputs.value
         shape = {
             "query_heads": query.shape[1],
@@ -71,12 +71,11 @@ class CaptureWriter:
         self._layer += 1
 
     def write_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch."""
+        """Write the gradients of all calls of the current batch."""
         for layer, gradient in enumerate(gradients):
             self._save(file_name("gradient", layer, self._batches), {"gradient": gradient})
 
     def end_batch(self) -> None:
-        """Close the current batch, in which every layer must have been called."""
         if self._layer == 0 or self._layer != len(self._scales):
             raise ValueError(
                 f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
@@ -114,7 +113,7 @@ class CaptureWriter:
         return Capture(directory=self.directory, _guard=self._removal, **vars(facts))
 
     def abort(self) -> None:
-        """Remove the files that this writer wrote, and the folder if it made it."""
+        """Remove what this writer has made."""
         for name in (*self._files, INDEX):
             (self.directory / name).unlink(missing_ok=True)
         if self._created:
@@ -123,7 +122,7 @@ class CaptureWriter:
 
 
 class _Removal:
-    """Removes a folder when this object is collected or the program ends."""
+    """Removes a folder when this object is collected or the program ends, without a warning of `tempfile`."""
 
     def __init__(self, directory: Path) -> None:
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

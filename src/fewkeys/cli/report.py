@@ -12,7 +12,6 @@ from fewkeys.cli.options import named_path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
@@ -20,7 +19,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table, or write the page and name it."""
     page: Path | None = arguments.html
     if page is not None:
         need("matplotlib")

@@ -1,5 +1,5 @@
-"""Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. Part of
-the text is held out. The table compares the tuned plan on that part with fewkeys.budget, with controls such as random
+"""Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. The
+table compares the tuned plan, on a part of the text that is held out, with fewkeys.budget, with controls such as random
 keys, and with the oracle, which computes all scores. Writes model_plan.json (read by
 fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an
 interruption.
@@ -19,11 +19,10 @@ from fewkeys.cli.progress import progress
 WORK = ".tuning"
 """The folder in --out for finished layers, removed at the end."""
 LEFT_OUT = ("sinks + window", "leverage (LevAttention)", "leverage (centred)", "moments")
-"""The standard plans that the table does not show."""
+"""Standard plans that the table does not show."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     add_inputs(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--slots", type=whole(), metavar="N", help="slots per query, mean over all heads (default 64)")
@@ -42,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Tune on one part of the text, compare on the other, print, and write."""
     inputs.prepare(arguments, "matplotlib")
     if arguments.slots is not None and arguments.slots >= arguments.length:
         raise ValueError(

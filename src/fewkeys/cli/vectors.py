@@ -36,7 +36,7 @@ class TextRows(NamedTuple):
 
 
 class FinishedTexts:
-    """The rows of finished texts by digest, in memory and in the files of a folder. Those of other `settings` go."""
+    """The rows of finished texts by digest, in memory and in a folder. Files of other `settings` are removed."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._kind = folder, f"rows of vectors by {digest(settings)}"
@@ -52,7 +52,6 @@ class FinishedTexts:
             self.write()
 
     def write(self) -> None:
-        """Write the rows of new texts to disk."""
         if self._new:
             self._folder.mkdir(parents=True, exist_ok=True)
             joined = TextRows.joined(self._new.values())
@@ -66,7 +65,7 @@ class FinishedTexts:
 
 
 def _read(path: Path, kind: str) -> dict[str, TextRows]:
-    """The rows of texts in a file; none, and no file, if it is damaged or of another kind."""
+    """The rows of texts in a file. A file that is damaged or of another kind is removed."""
     try:
         counts, tensors = tensor_files.read(path, kind)
         total = sum(counts.values())
@@ -81,32 +80,30 @@ def _read(path: Path, kind: str) -> dict[str, TextRows]:
 
 
 def columns(rows: Mapping[str, TextRows]) -> dict[str, Any]:
-    """The columns of the output: paths as a list, others as tensors."""
-    vectors, spans, tokens, error = TextRows.joined(rows.values())
-    start, stop = spans.unbind(1)
+    """The columns of the output: paths as a list, others as arrays."""
+    vectors, spans, tokens, error = (tensor.numpy() for tensor in TextRows.joined(rows.values()))
+    start, stop = spans.T
     paths = [path for path, text_rows in rows.items() for _ in text_rows.tokens]
     return {"path": paths, "start": start, "stop": stop, "tokens": tokens, "error": error, "vectors": vectors}
 
 
-def save(path: Path, table: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def save(path: Path, table: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Write `columns` to `path`, .npz or .parquet by its ending, whole or not at all."""
-    arrays = {name: column if name == "path" else column.numpy() for name, column in table.items()}
     write = _parquet if path.suffix == ".parquet" else _npz
-    publish(path.absolute().parent, lambda folder: write(folder / path.name, arrays, json.dumps(settings)))
+    publish(path.absolute().parent, lambda folder: write(folder / path.name, table, json.dumps(settings)))
 
 
-def _npz(path: Path, arrays: dict[str, Any], settings: str) -> None:
+def _npz(path: Path, table: dict[str, Any], settings: str) -> None:
     import numpy as np
 
-    texts = {"path": np.array(arrays["path"]), "settings": np.array(settings)}
-    np.savez(path, **(arrays | texts))
+    np.savez(path, **table, settings=np.array(settings))
 
 
-def _parquet(path: Path, arrays: dict[str, Any], settings: str) -> None:
+def _parquet(path: Path, table: dict[str, Any], settings: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    vectors = arrays["vectors"]
+    vectors = table["vectors"]
     lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
-    table = pa.table(arrays | {"vectors": lists})
-    pq.write_table(table.replace_schema_metadata({"fewkeys": settings}), path)
+    data = pa.table(table | {"vectors": lists})
+    pq.write_table(data.replace_schema_metadata({"fewkeys": settings}), path)

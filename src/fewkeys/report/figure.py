@@ -38,7 +38,7 @@ LOOKS = {
     "budget": Look("#009e73", "-", 3.4, "o"),
     "tuned": Look("#d55e00", "-", 3.4, "o"),
 }
-"""By the names of rows, and of `fewkeys bench`'s plans without their slots."""
+"""By the names of rows, and of plans of `fewkeys bench` without their slots."""
 
 KINDS = {"window": "#56b4e9", "other kept keys": "#0072b2", "cluster means": "#009e73", "first-order term": "#e69f00"}
 """The colours of the parts of a tuned plan."""
@@ -59,39 +59,38 @@ def error_figure(report: Report) -> Figure:
     for row in sorted(rows, key=lambda row: row.slots):
         lines.setdefault(row.name, []).append((row.slots, row.error))
     say(axes, "slots per query: keys attended exactly + price of the stand-ins", "mean relative output error")
-    draw_lines(axes, lines, sorted({float(row.budget) for row in rows if row.budget is not None}))
+    draw_lines(axes, lines, sorted({row.budget for row in rows if row.budget is not None}))
     return figure
 
 
 def time_figure(report: Report) -> Figure:
     """Milliseconds of the whole model against tokens."""
     figure, (axes,) = sheet("Time of the whole model", "one text, random weights, the plan in every layer")
-    lines = {"exact": [(float(item.length), item.exact_ms) for item in report.whole_times]}
+    lines = {"exact": sorted((item.length, item.exact_ms) for item in report.whole_times)}
     lines |= {
         row.label: [(item.length, item.ms) for item in times] for row in report.rows if (times := report.times_of(row))
     }
     say(axes, "tokens in one text", "ms")
-    draw_lines(axes, {name: sorted(points) for name, points in lines.items()}, list(map(float, lengths(report))))
+    draw_lines(axes, lines, lengths(report))
     return figure
 
 
 def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw the slots of each head and the error of each layer, as PNG and PDF."""
-    parts = [[_parts(head) for head in heads] for heads in plan]
-    flat = [head for heads in parts for head in heads]
+    """Draw the slots of each head and the error of each layer."""
+    sizes = list(zip(*(_parts(head) for heads in plan for head in heads), strict=True))
     mean = plan.record["slots"]
     heading = f"Slots of each head, {mean:.0f} on average, and the error of each layer"
     figure, (slots, errors) = sheet(heading, report.model, columns=2, size=(7.6, 4.65), names=2.45)
 
     # One stacked bar per head, layer after layer.
-    starts = [sum(len(heads) + 1 for heads in parts[:layer]) for layer in range(len(parts))]
-    places = [start + head for start, heads in zip(starts, parts, strict=True) for head in range(len(heads))]
-    below = [0.0] * len(flat)
-    for (kind, colour), sizes in zip(KINDS.items(), zip(*flat, strict=True), strict=True):
-        slots.bar(places, sizes, 0.9, bottom=below, color=colour, label=kind)
-        below = [low + size for low, size in zip(below, sizes, strict=True)]
+    starts = [sum(len(heads) + 1 for heads in plan[:layer]) for layer in range(len(plan))]
+    places = [start + head for start, heads in zip(starts, plan, strict=True) for head in range(len(heads))]
+    below = [0.0] * len(places)
+    for (kind, colour), of_kind in zip(KINDS.items(), sizes, strict=True):
+        slots.bar(places, of_kind, 0.9, bottom=below, color=colour, label=kind)
+        below = [low + size for low, size in zip(below, of_kind, strict=True)]
     slots.axhline(mean, color="#000000", linewidth=0.8, linestyle=":")
-    slots.set_xticks(starts, [f"layer {layer}" for layer in range(len(parts))], rotation=90, fontsize=8)
+    slots.set_xticks(starts, [f"layer {layer}" for layer in range(len(plan))], rotation=90, fontsize=8)
     slots.legend(reverse=True, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     say(slots, "heads, layer by layer", "slots per query")
 
@@ -106,11 +105,11 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
     save(figure, path)
 
 
-def _parts(plan: Plan) -> tuple[float, float, float, float]:
+def _parts(plan: Plan) -> tuple[float, ...]:
     """The slots of a plan by kind, as in `KINDS`; none for exact attention."""
     window = sum(part.remembered.latest for part in plan.parts if part.remembered)
     others = sum(getattr(part, "count", None) or 0 for part in plan.parts)
-    return float(window), float(others), float(plan.rest.clusters), float(getattr(plan.rest, "rank", 0))
+    return window, others, plan.rest.clusters, getattr(plan.rest, "rank", 0)
 
 
 def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] | None = None) -> dict[str, Look]:
@@ -129,7 +128,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] |
 
 
 def looks_of(names: Iterable[str]) -> dict[str, Look]:
-    """The styles of the lines with these names."""
+    """The styles of lines."""
     return {
-        name: LOOKS.get(name.partition(":")[0]) or Look(OTHERS[order % len(OTHERS)]) for order, name in enumerate(names)
+        name: LOOKS.get(name.partition(":")[0], Look(OTHERS[order % len(OTHERS)])) for order, name in enumerate(names)
     }

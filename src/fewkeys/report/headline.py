@@ -10,8 +10,6 @@ from fewkeys.judge.result import Report, Row
 from fewkeys.judge.standard import CONTROLS, OURS
 
 SMALL_ERROR = 0.1
-"""A recommended plan has the fewest slots among those with an error of at most this."""
-
 DISTURBED = " Other programs ran meanwhile, so these times may be wrong: measure again when the machine is quiet."
 
 
@@ -27,7 +25,7 @@ def headline(report: Report) -> str:
 
 def recommended(report: Report) -> Row | None:
     """The row with the fewest slots and an error of at most `SMALL_ERROR`, or else with the least error, among those
-    timed at several lengths, or else the best of each budget but controls.
+    timed at several lengths; without such times, among the best of each budget but controls.
     """
     rows = [row for row in report.rows if row.kind == "method" and report.times_of(row)]
     if not report.whole_times:
@@ -38,7 +36,7 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length at which a ratio rises to 1, by logarithms, from (length, ratio) in order; None if it does not."""
+    """The length, by logarithms, at which a ratio rises to 1, from (length, ratio) in order; None if it does not."""
     for (length, ratio), (longer, higher) in pairwise(points):
         if ratio < 1 <= higher:
             below = max(ratio, sys.float_info.min)

@@ -52,7 +52,7 @@ def _table(report: Report) -> str:
         is_best = cell["plan"].endswith(" *")
         numbers = "".join(f"<td>{escape(cell[name])}</td>" for name in names[1:])
         label = f'<th scope="row">{escape(row.label)}{" *" if is_best else ""}</th>'
-        lines.append(f'<tr class="{"best" if is_best else row.kind}">{label}{numbers}</tr>')
+        lines.append(f'<tr class="{"best" if is_best else escape(row.kind)}">{label}{numbers}</tr>')
     return f'<table id="table"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 

@@ -1,7 +1,7 @@
-"""A benchmark as a table and two pictures."""
+"""A benchmark as a table and two pictures, PNG and PDF."""
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fewkeys.bench.timing import Timing
@@ -11,7 +11,6 @@ from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
 from fewkeys.report.table import show
 
 DROP = ("quartiles", "heads", "peak MB")
-"""Columns that narrow terminals leave out, in this order."""
 NOTES = {
     "ms": "ms: median.",
     "exact / plan": "exact / plan: median of the ratios, turn by turn.",
@@ -22,7 +21,7 @@ NOTES = {
 
 
 def print_timings(rows: Sequence[Timing]) -> None:
-    """Print one line per plan and length."""
+    """Print a line for each plan and length."""
     print(show([_cells(row) for row in rows], notes=NOTES, drop=DROP))
 
 
@@ -40,30 +39,34 @@ def _cells(row: Timing) -> dict[str, str]:
     }
 
 
-def headline(settings: Mapping[str, Any], heads: int) -> str:
-    """What was timed, from the settings in bench.json."""
+def save_pictures(rows: Sequence[Timing], settings: Mapping[str, Any], folder: Path) -> None:
+    """Write time.png for two or more lengths, and error.png where errors were measured. settings: as in bench.json."""
     modes = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
-    return f"{heads} heads, {settings['dtype']}{modes}"
+    title = f"{max(row.heads for row in rows)} heads, {settings['dtype']}{modes}"
+    if len({row.length for row in rows}) > 1:
+        _save_time(rows, folder / "time.png", title)
+    if rows[0].error is not None:
+        _save_error(rows, folder / "error.png", title)
 
 
-def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Draw milliseconds per head against tokens, and mark where plans become faster, as PNG and PDF."""
+def _save_time(rows: Sequence[Timing], path: Path, title: str) -> None:
+    """Draw milliseconds per head against tokens, and mark where plans become faster."""
     figure, (axes,) = sheet("Time of attention", title, names=1.5)
     timings: dict[str, list[Timing]] = {}
     for row in sorted(rows, key=lambda row: row.length):
         timings.setdefault(row.name, []).append(row)
     lines = {name: [(row.length, row.ms / row.heads) for row in of_plan] for name, of_plan in timings.items()}
     say(axes, "tokens", "ms per head")
-    looks = draw_lines(axes, lines, sorted({float(row.length) for row in rows}))
+    looks = draw_lines(axes, lines, sorted({row.length for row in rows}))
     for name, of_plan in timings.items():
-        start = None if name == "exact" else crossing([(row.length, row.ratio) for row in of_plan])
+        start = crossing([(row.length, row.ratio) for row in of_plan])
         if start is not None:
             upright(axes, start, f"as fast as exact at {float(f'{start:.2g}'):,.0f} tokens", looks[name].color)
     save(figure, path)
 
 
-def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Draw the mean relative output error against milliseconds at the greatest length, as PNG and PDF.
+def _save_error(rows: Sequence[Timing], path: Path, title: str) -> None:
+    """Draw the mean relative output error against milliseconds at the greatest length.
 
     Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OTHERS = ["#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#4d4d4d", "#2c7fb8"]
-"""Colours for lines without an assigned one, in turn."""
+"""Colours for other lines, in turn."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def sheet(
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a heading and rows x columns panels of about `size` inches, each with `names` inches for a legend.
 
-    It uses no global state of matplotlib, and so needs no display.
+    Without global state of matplotlib: it needs no display.
     """
     from matplotlib.figure import Figure
 
@@ -61,8 +61,7 @@ def sheet(
 
 def say(axes: Axes, x: str, y: str, title: str = "") -> None:
     """Label the axes and the panel."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
 
 
@@ -72,14 +71,14 @@ def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more:
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
-    """A dashed vertical line with a label on its left, from the share `top` of the height down."""
+    """A dashed vertical line with a label on its left, down from the share `top` of the height."""
     axes.axvline(x, color=color, linewidth=1.4 if strong else 0.9, linestyle="--", zorder=1)
     place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
     label(axes, words, (x, top), (-3, 0), **place, rotation=90, fontsize=8.5, color=color)
 
 
 def label(axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
-    """Words beside a point, at an offset in points, with a white outline over lines."""
+    """Words at an offset (in points) from a place, with a white outline."""
     from matplotlib.patheffects import withStroke
 
     outline = [withStroke(linewidth=3, foreground="white")]

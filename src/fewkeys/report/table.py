@@ -13,7 +13,6 @@ DROP = ("recall", "p50", "worst head", "p90", "mass", "ms", "slots")
 WIDE = 116
 """Characters in a line without a terminal."""
 AT = "ms at {:,}"
-"""The column of a whole model's time at a length."""
 TIMED = (
     "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer. A dash: "
     "not timed."
@@ -37,7 +36,7 @@ def show(
 
 
 def print_table(report: Report, width: int | None = None) -> None:
-    """Print the table with notes, the skipped plans, and the best plan for each budget. `width`: as in `show`."""
+    """Print the table with notes, the skipped plans, the best plan for each budget, and the recommendation."""
     budgets = [row.budget for row in sorted_rows(report)]
     headings = {budgets.index(budget): f"{budget} slots" for budget in set(budgets) if budget is not None}
     indented = [{**row, "plan": f"  {row['plan']}"} for row in cells(report)]
@@ -48,7 +47,7 @@ def print_table(report: Report, width: int | None = None) -> None:
 
 
 def sorted_rows(report: Report) -> list[Row]:
-    """The rows, those of one budget together."""
+    """The rows, those of each budget together."""
     budgets = list(dict.fromkeys(row.budget for row in report.rows))
     return sorted(report.rows, key=lambda row: budgets.index(row.budget))
 
@@ -59,7 +58,7 @@ def lengths(report: Report) -> list[int]:
 
 
 def title(report: Report) -> str:
-    """The model and its text in one line: no date, no path."""
+    """The model and its text in one line, without a date or a path."""
     name = report.model.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or report.model
     sequences = "1 sequence" if report.sequences == 1 else f"{report.sequences} sequences"
     equal = report.tokens == report.sequences * report.length
@@ -88,7 +87,7 @@ def notes(report: Report) -> dict[str, str]:
 
 
 def skipped(report: Report) -> list[str]:
-    """The plans without a row, each with the budgets and the reason."""
+    """The plans without a row, with budgets and reasons."""
     budgets: dict[tuple[str, str], list[str]] = {}
     for item in report.skipped:
         budgets.setdefault((item.name, item.reason), []).append("" if item.budget is None else str(item.budget))

@@ -11,9 +11,9 @@ HALVINGS = 100
 def within_slots(cost: Tensor, slots: Tensor, budget: float) -> Tensor:
     """The choice (H,) of candidates of small total cost whose slots are at most `budget` on average over heads.
 
-    `cost` and `slots` (H, K); an infinite cost is no candidate. Minimises `cost + price * slots` for each head at the
+    `cost`, `slots` (H, K); an infinite cost is no candidate. Minimises `cost + price * slots` for each head at the
     lowest price that the budget allows (the optimum among all choices of that many slots), and spends what is left
-    where it gains most per slot. `ValueError` if the cheapest are too many slots.
+    where it gains most per slot. `ValueError` if the cheapest have too many slots.
     """
     cost, slots = cost.double(), slots.double()
     _, choice = _bisect(cost, slots, lambda choice: _mean(slots, choice) <= budget)
@@ -23,10 +23,13 @@ def within_slots(cost: Tensor, slots: Tensor, budget: float) -> Tensor:
 
 
 def within_error(cost: Tensor, slots: Tensor, error: Tensor, most: float) -> Tensor:
-    """The choice (H,) of few slots whose `error` (H, K), of some candidates zero, is at most `most` on average over
-    heads: it minimises `cost + price * slots` at the highest price that the error allows.
+    """The choice (H,) of few slots whose `error` (H, K) is at most `most` on average over heads: it minimises
+    `cost + price * slots` at the highest price that the error allows. Some candidate of each head has no error.
     """
-    choice, _ = _bisect(cost.double(), slots.double(), lambda choice: _mean(error, choice) > most)
+    for objective in (cost, error):  # without effect on the predictions a head has no cost, whatever its error
+        choice, _ = _bisect(objective.double(), slots.double(), lambda choice: _mean(error, choice) > most)
+        if _mean(error, choice) <= most:
+            break
     return choice
 
 
@@ -35,6 +38,7 @@ def _bisect(cost: Tensor, slots: Tensor, is_dear: Callable[[Tensor], bool]) -> t
     finite = cost.isfinite()
     gaps = slots[finite].unique().diff()
     least = float(gaps.min()) if gaps.numel() else 1.0
+    slots = slots.where(finite, 0.0)  # a price of zero times infinite slots is no number
     # At the highest price every head takes the fewest slots.
     low, high = 0.0, float(cost[finite].max() - cost[finite].min()) / least + 1.0
     for _ in range(HALVINGS):
@@ -44,7 +48,6 @@ def _bisect(cost: Tensor, slots: Tensor, is_dear: Callable[[Tensor], bool]) -> t
 
 
 def _of_choice(values: Tensor, choice: Tensor) -> Tensor:
-    """The values (H, 1) of the chosen candidates."""
     return values.gather(1, choice.unsqueeze(1))
 
 

@@ -11,17 +11,15 @@ from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots of a head, in units of the mean."""
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
-"""The same where every query chooses its own keys: heads differ more."""
+"""The same for scans: where every query chooses its own keys, heads differ more."""
 COHORTS = 32
+SINKS = 4
 HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 1 / 4)
 """Shares of the slots that are tried."""
-STEP_SLOTS = 1 / 8
-"""The relative change of the slots between a candidate and its neighbours."""
 SCAN_MEANS = (1 / 32, 1 / 8)
 """Shares of the slots for means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-SINKS = 4
 
 
 class Split(NamedTuple):
@@ -34,6 +32,8 @@ class Split(NamedTuple):
 
 STEP = Split(1 / 16, 1 / 8, 1 / 16)
 """The change of a share between a candidate and its neighbours."""
+STEP_SLOTS = 1 / 8
+"""The same of the slots, relative."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,8 @@ def splits(
     memory: Literal["all", "constant"] = "all",
     biased: bool = False,
 ) -> list[Candidate]:
-    """`budget(slots)`, the plans that `fewkeys.tune` names at every level, and exact attention over `keys` keys; in a
-    fixed order. For causal scores with a bias of the distance (`biased`), sinks and a window in place of the first.
-
-    width: D + Dv, which sets the price of the first-order term.
+    """`budget(slots)` (with a causal bias of the distance, `biased`, sinks and a window), the plans that `fewkeys.tune`
+    names at every level, and exact attention over `keys` keys. width: D + Dv, for the price of the first-order term.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -80,7 +78,7 @@ def splits(
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours of a candidate: more or less of a share or of the slots, or another rule for heavy keys."""
+    """The neighbours: more or less of a share or of the slots, or another rule for heavy keys."""
     plan, split, candidates = candidate.plan, candidate.split, []
     if split is not None:
         for name, step in STEP._asdict().items():
@@ -136,7 +134,7 @@ def _running(slots: int) -> list[Plan]:
 
 
 def _lists(slots: int) -> list[Plan]:
-    """Sinks, leverage (centred) and a window, with nothing for the other keys."""
+    """Sinks, centred leverage and a window, without stand-ins."""
     plans = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)

@@ -1,7 +1,7 @@
 """The errors of candidate plans in every head of one layer, by which tuning chooses: means over the real queries.
 
 With `e_h = o~_h - o_h` the error of head h at a query, W_h the slice of the output projection that reads it (the
-identity where it is not known), and g_h the gradient of the model's predictions (where captured):
+identity where unknown), and g_h the gradient of the model's predictions (where captured):
 
     relative       |e_h| / |o_h|                             the error that reports show
     added          |W_h e_h|^2 / |sum_g W_g o_g|^2           what the head adds to the squared relative error of the
@@ -28,8 +28,8 @@ from fewkeys.tuning.candidates import Candidate
 
 
 class Scores(NamedTuple):
-    """Errors (key heads, K), float64: means over queries, and over the query heads that share keys; `output_change` is
-    zero without captured gradients.
+    """Errors (key heads, K), float64: means over queries and over query heads that share keys. `output_change` is zero
+    without captured gradients.
     """
 
     relative: Tensor
@@ -42,8 +42,7 @@ def score_layer(
 ) -> Scores:
     """Run every candidate in every head of a layer, over all batches. `done` is called after each candidate and batch.
 
-    Candidates share query moments and clusters of the same number. Cost per batch: one exact attention
-    and every candidate. Memory: one batch and one candidate.
+    Candidates share query moments, and clusters of the same number. Memory: one batch and one candidate.
     """
     projection = capture.projection(layer)
     total = torch.zeros(3, capture.kv_heads, len(candidates), dtype=torch.float64)
@@ -70,7 +69,7 @@ def score_layer(
 
 
 def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: int) -> tuple[float, float]:
-    """The mean relative errors of a layer under one plan per key head: of its heads, and of the layer's output."""
+    """The mean relative errors of the heads, and of the layer's output, under one plan per key head."""
     projection = capture.projection(layer)
     heads = whole = queries = 0.0
     for call in capture.calls(layer):
@@ -86,21 +85,21 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
 
 
 def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
-    """The problem that a captured call poses, with a generator of its own."""
+    """The `Inputs` of a captured call, with a generator of their own."""
     return call.checked(torch.Generator(call.query.device).manual_seed(seed))
 
 
 def _real(problem: Inputs) -> Tensor:
-    """(B, Nq), 1 at the queries that count: those of real tokens."""
-    if problem.valid_queries is not None:
-        return problem.valid_queries.float()
-    return problem.query.new_ones((problem.batch, problem.queries), dtype=torch.float32)
+    """(B, Nq), 1 at the queries of real tokens."""
+    if problem.valid_queries is None:
+        return problem.query.new_ones((problem.batch, problem.queries), dtype=torch.float32)
+    return problem.valid_queries.float()
 
 
 def _errors(
     output: Tensor, truth: Tensor, squared_size: Tensor, gradient: Tensor | None, projection: Tensor | None
 ) -> Iterator[Tensor]:
-    """The three errors (B, Hq, N) of an output; `squared_size` (B, 1, N) is that of the layer's exact output."""
+    """The `Scores` (B, Hq, N) of an output. squared_size (B, 1, N): of the layer's exact output."""
     error = output - truth
     relative = relative_error(output, truth)
     yield relative
@@ -114,6 +113,6 @@ def _errors(
 
 
 def _layer_output(output: Tensor, projection: Tensor | None) -> Tensor:
-    """The output (B, N, out) of the layer from those of its heads (B, Hq, N, Dv)."""
+    """The layer's output (B, N, out) from those of its heads (B, Hq, N, Dv)."""
     by_token = output.transpose(1, 2).flatten(2)
     return by_token if projection is None else by_token @ projection.float().flatten(1).mT

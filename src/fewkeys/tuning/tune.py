@@ -23,9 +23,8 @@ from fewkeys.tuning.score import Scores, layer_error, score_layer
 
 Progress = Callable[[int, int, str], None]
 
-KIND = "scores"
-ERROR_SLOTS = 64
-"""The budget around which plans are searched if only an error is requested."""
+DEFAULT_SLOTS = 64
+"""Also the budget around which plans are searched if only an error is requested."""
 
 
 @full_precision()
@@ -57,7 +56,7 @@ def tune(
 
     Args:
         capture: from `fewkeys.capture`, on text like that which the model will see.
-        slots: per query, on average over all heads of the model; default 64.
+        slots: per query, on average over all heads; default 64.
         max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
             are then as few as the candidates allow.
         directory: for finished layers, so that an interrupted run on the same capture goes on.
@@ -87,12 +86,12 @@ def tune(
         )
     if max_error is not None:
         check_real("max_error", max_error, above=0.0)
-    asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
+    asked = DEFAULT_SLOTS if slots is None else check_count("slots", slots)
     if memory != "all" and not capture.is_causal:
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
-    keys = max(call.key.shape[2] for call in capture.calls(0))
     width = capture.head_dim + capture.value_dim
-    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width, memory=memory, biased=capture.biased)
+    causal, keys = capture.is_causal, capture.longest
+    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
     scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
@@ -135,7 +134,7 @@ def tune(
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows (H, K_l) of all layers, one below the other, filled up with infinity: (L H, K)."""
+    """Rows (H, K_l) of all layers, filled up with infinity: (L H, K)."""
     longest = max(row.shape[1] for row in rows)
     return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
 
@@ -148,7 +147,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 @dataclass
 class _Scorer:
-    """Scores candidates layer by layer, and stores the scores in a folder."""
+    """Scores the candidates of each layer, and keeps the scores in a folder."""
 
     capture: Capture
     folder: Path | None
@@ -158,14 +157,13 @@ class _Scorer:
     total: int = 0
 
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
-        """The scores of each layer's candidates."""
         self.total += sum(map(len, rows)) * self.capture.batches
         return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
 
     def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
         capture = self.capture
         facts = [capture.digest(layer), self.seed, torch.__version__, *(item.plan.to_dict() for item in candidates)]
-        file = LayerFile(self.folder, KIND, f"scores-{layer:03d}", facts)
+        file = LayerFile(self.folder, "scores", f"scores-{layer:03d}", facts)
         form = Form((capture.kv_heads, len(candidates)), torch.float64)
         if (finished := file.read(dict.fromkeys(Scores._fields, form))) is not None:
             self._step(layer, len(candidates) * capture.batches)

@@ -15,8 +15,12 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import recorded
 from fewkeys.plan import Plan
 
-CACHE = 12 * 2**20
-"""The most bytes of queries, keys, values and outputs that are worked on together, unless one head has more."""
+CACHE = 2**24
+"""The most bytes of queries, keys, values and outputs of a part, unless one head has more."""
+FEW = 2**26
+"""Up to so many bytes, all heads are one part: more parts start the threads more often, which takes as long as they
+save, and longer beside other programs.
+"""
 
 
 def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor]) -> Tensor:
@@ -42,15 +46,15 @@ def _attend(x: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor], ou
 
 
 def are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the cache holds all heads of queries (B, Hq, Nq, D), keys and values."""
+    """Whether all heads of queries (B, Hq, Nq, D), keys and values are one part."""
     return len(list(_parts(query, key, value))) == 1
 
 
 def _parts(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Sequences and key heads that are worked on together: whole sequences, or some heads of one."""
+    """The sequences and key heads of each part: whole sequences, or some heads of one."""
     (batch, heads), dims = key.shape[:2], key.shape[3] + value.shape[3]
     of_one_head = (query.shape[1] // heads * query.shape[2] + key.shape[2]) * dims * key.element_size()
-    most = max(1, CACHE // of_one_head)
+    most = max(1, CACHE // of_one_head) if batch * heads * of_one_head > FEW else batch * heads
     step, sequences = _even(heads, most), _even(batch, max(1, most // heads))
     for first in range(0, batch, sequences):
         for head in range(0, heads, step):
