@@ -31,8 +31,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of fewkeys, python, torch and transformers; and "plans", the version of the method: the errors of the `RECOMMENDED` plans on fixed
-    inputs. A result with other errors than today's is older than the method.
+    """Versions of fewkeys, python, torch and transformers; and "plans", the version of the method: the errors of the
+    `RECOMMENDED` plans on fixed inputs. A result with other errors than today's is older than the method.
     """
     plans = " ".join(f"{error_on_fixed_inputs(plan):.3g}" for plan in RECOMMENDED)
     numbers = {"fewkeys": VERSION, "plans": plans, "python": platform.python_version(), "torch": torch.__version__}
