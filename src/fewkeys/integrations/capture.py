@@ -30,6 +30,13 @@ SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
 OF_ENCODERS = ("modality", "prompt_length")
 """What `SentenceTransformer.preprocess` adds for its own modules."""
+_SHAPES = {
+    "input_ids": "(sequences, tokens)",
+    "pixel_values": "(images, channels, height, width) or (videos, frames, channels, height, width)",
+    "input_features": "(sounds, features, frames)",
+    "input_values": "(sounds, samples) or (sounds, frames, features)",
+}
+"""Of the main input of models."""
 
 
 def capture(
@@ -146,8 +153,7 @@ def exact_passes(
 ) -> Iterator[tuple[Mapping[str, Any], Any]]:
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
-    `on_attention(layer, inputs, output)` returns the output with which the model goes on. The other arguments are those
-    of `capture`.
+    `on_attention(layer, inputs, output)` returns the output with which the model goes on. Otherwise as `capture`.
     """
     runs = model.get_encoder() if part == "encoder" else base_of(model)
     if gradients and part != "encoder" and model.get_output_embeddings() is not None:
@@ -180,13 +186,13 @@ def exact_passes(
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head: `base_model`, unless that takes no inputs of the model but states (DINOv3)."""
+    """The model without its head: `base_model`, unless that takes states instead of the model's inputs (DINOv3)."""
     base: nn.Module = model.base_model
     return base if model.main_input_name in inspect.signature(base.forward).parameters else model
 
 
 def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """What a model returns that keeps no keys of the call and computes no loss."""
+    """What a model returns, without keeping keys and without computing a loss."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return model(**{name: item for name, item in arguments.items() if name != "labels"} | options)
 
@@ -199,15 +205,14 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
     if not isinstance(batch, Mapping):
         raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
     inputs = batch.get(name)
-    shapes = _SHAPES.get(name, ())
+    shapes = _SHAPES.get(name, "(any number of dimensions)")
     kind = "" if name == "input_ids" else "floating "
     if not isinstance(inputs, Tensor) or not (
         inputs.numel()
         and inputs.is_floating_point() == bool(kind)
-        and (not shapes or inputs.ndim in [shape.count(",") + 1 for shape in shapes])
+        and (name not in _SHAPES or inputs.ndim in [shape.count(",") + 1 for shape in shapes.split(" or ")])
     ):
-        wanted = " or ".join(f"({shape})" for shape in shapes or ["any number of dimensions"])
-        raise ValueError(f"batches: expected {kind}{name} of shape {wanted} in batch {index}, got {describe(inputs)}")
+        raise ValueError(f"batches: expected {kind}{name} of shape {shapes} in batch {index}, got {describe(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
     for name, item in batch.items():
@@ -218,14 +223,6 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
             )
     items = {name: item for name, item in batch.items() if name not in OF_ENCODERS}
     return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in items.items()}
-
-
-_SHAPES = {
-    "input_ids": ["sequences, tokens"],
-    "pixel_values": ["images, channels, height, width", "videos, frames, channels, height, width"],
-    "input_features": ["sounds, features, frames"],
-    "input_values": ["sounds, samples", "sounds, frames, features"],
-}
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
@@ -244,7 +241,7 @@ def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
 
 
 def weights_of(modules: Sequence[nn.Module]) -> list[float]:
-    """The norm of a sample of the largest weight of each attention module; none where weights are not plain numbers."""
+    """The norm of a sample of each attention module's largest weight; none where weights are not plain numbers."""
     samples = []
     for module in modules:
         largest = max((part.detach() for part in module.parameters()), key=Tensor.numel, default=torch.empty(0))
@@ -255,8 +252,8 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs, since models have no common name for them: the linear layers
-    whose input is the memory that an attention call returned. `matrices` maps layers to weights (out, Hq Dv).
+    """Finds output projections as the model runs, since models have no common name for them: the linear layers whose
+    input is the memory that an attention call returned. `matrices` maps layers to weights (out, Hq Dv).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
