@@ -56,18 +56,18 @@ def capture(
             of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
         weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`.
-        part: the part of an encoder-decoder to capture: "encoder", which runs alone, "decoder" (its self-attention) or
-            "cross", for which batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the
-            queries of cross-attention.
+        part: of an encoder-decoder: "encoder", which runs alone, "decoder" (its self-attention) or "cross", for which
+            batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the queries of
+            cross-attention.
         gradients: also keep the gradients of the model's predictions by every attention output, by which
-            `fewkeys.tune` weighs errors (`fewkeys.integrations.sensitivity` has the equation). The whole model runs,
-            with its head where that predicts tokens. `labels` of a batch are -100 for tokens that do not count.
+            `fewkeys.tune` weighs errors (equation: `fewkeys.integrations.sensitivity`). The whole model runs, with its
+            head where that predicts tokens. `labels` of a batch are -100 for tokens that do not count.
         seed: of the random numbers of gradients.
 
     The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. Layers
-    whose own attention is a window are left out, since plans do not change them.
+    with a sliding window are left out, since plans do not change them.
 
-    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
+    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, a
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
 
     `ValueError` as of `apply` for what the model asks of its attention, for an encoder-decoder without `part`, for no
@@ -80,7 +80,7 @@ def capture(
     sensitivity = Sensitivity(seed) if gradients else None
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
-    modules, captured, parts = attention_modules(model), list[int](), set[str]()
+    modules, captured, parts = attention_modules(model), dict[int, int](), set[str]()
     encoder = set() if part is None else set(model.get_encoder().modules())
 
     def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
@@ -88,12 +88,10 @@ def capture(
         parts.add(part_of_layer)
         if inputs.window is not None or part not in (None, part_of_layer):
             return output
-        if layer not in captured:
-            captured.append(layer)
         writer.write(inputs)
         if sensitivity is not None:
             output = sensitivity.follow(output)
-        projections.attended(captured.index(layer), output)
+        projections.attended(captured.setdefault(layer, len(captured)), output)
         return output
 
     try:
@@ -221,8 +219,11 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
                 f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
                 "return tensors (return_tensors='pt')"
             )
-    items = {name: item for name, item in batch.items() if name not in OF_ENCODERS}
-    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in items.items()}
+    return {
+        name: item.to(model.device) if isinstance(item, Tensor) else item
+        for name, item in batch.items()
+        if name not in OF_ENCODERS
+    }
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:

@@ -238,7 +238,7 @@ def _attention_forward(
     if is_own or getattr(attention_mask, _OWN, False):
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
     check_no_graph("query", query)
-    check_honoured(module, options)
+    check_honoured(module, options, stream is not None)
     (batch, heads, queries, dim), keys = query.shape, key.shape[2]
     real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))
     if causal and keys < queries:

@@ -39,11 +39,11 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 """Options of packed sequences; only the first is read."""
 
 
-def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an option that is not honoured."""
+def check_honoured(module: nn.Module, options: Mapping[str, Any], has_stream: bool) -> None:
+    """Raise `ValueError` for an option that is not honoured. Streams take no packed sequences."""
     if dropout := options.get("dropout"):
         raise ValueError(f"dropout: expected 0, got {dropout}; call model.eval(), or configure no attention dropout")
-    honoured = _HONOURED if options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
+    honoured = _HONOURED if has_stream or options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
     for name, value in options.items():
         if name not in honoured and value is not None and value is not False:
             raise ValueError(
