@@ -130,6 +130,8 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
             self._release()
 
     def __enter__(self) -> Self:
+        if not self._release.alive:
+            raise ValueError("model: expected an active plan, got one that was restored; call fewkeys.apply again")
         self._scope.enter()
         return self
 
