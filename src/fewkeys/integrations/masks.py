@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fewkeys.integrations.answers import Length
 
@@ -74,11 +75,9 @@ class KeyMask(Tensor):
         if operation not in _COMPUTING:
             with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        else:
-            flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
-            if all(part.ndim == 4 and part.dtype == torch.bool for part in flat if isinstance(part, KeyMask)):
-                with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
-                    return func(*args, **kwargs)
+        elif all(arg.ndim == 4 and arg.dtype == torch.bool for arg in tree_leaves(args) if isinstance(arg, KeyMask)):
+            with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
+                return func(*args, **kwargs)
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"

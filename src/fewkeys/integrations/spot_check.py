@@ -1,4 +1,4 @@
-"""`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model in one exact pass."""
+"""`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

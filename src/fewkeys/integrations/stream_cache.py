@@ -86,7 +86,8 @@ class StreamLayer(CacheLayerMixin):
             )
         if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
             real = inputs.key_mask
-            real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool) if real is None else real
+            if real is None:
+                real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
             if has_interior_padding(torch.cat([stream.key_mask(), real], 1) if stream.length else real):
                 raise gaps_error(self.window)
         self._answered += 1
