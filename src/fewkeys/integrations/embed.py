@@ -91,6 +91,8 @@ def late_chunks(
     with torch.inference_mode():
         embeddings, start = _embedded(encoder, before, text, places, pooling)
         parts = [embeddings[:, max(first, start) : last] for first, last in ranges]
+        if empty := [span for span, part in zip(spans, parts, strict=True) if not part.shape[1]]:
+            raise ValueError(f"chunks: expected a token beside the prompt in each, got {empty[0]} without one")
         vectors = torch.cat([_pooled(encoder, part) for part in parts])
     return Chunks(vectors, spans, tuple(part.shape[1] for part in parts))
 
