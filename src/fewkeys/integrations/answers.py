@@ -56,7 +56,7 @@ class Scope:
 
     @property
     def is_current(self) -> bool:
-        """Whether this context entered the scope; of a scope that none entered, whether this thread made it."""
+        """Whether this context entered the scope, or none did and this thread made it."""
         return self in _entered.get() if self.is_entered else self._thread == threading.get_ident()
 
 

@@ -36,7 +36,7 @@ _SHAPES = {
     "input_features": "(sounds, features, frames)",
     "input_values": "(sounds, samples) or (sounds, frames, features)",
 }
-"""Of the main input of models."""
+"""Shapes of a model's main input."""
 
 
 def capture(

@@ -58,7 +58,7 @@ def judge_model(
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The states of the exact model, even inside `apply`, and which are real (B, N): as the last attention's keys."""
+    """The states of the exact model, even inside `apply`, and which are real (B, N), by its last attention's mask."""
     masks: list[Tensor | None] = []
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:

@@ -27,7 +27,7 @@ DTYPES = (torch.bool, torch.int32)
 LOWEST = -1e4
 """Models add at most this number to the scores of padding."""
 SLIDING = ("sliding_attention", "hybrid_sliding")
-"""Configurations name layers with a window so."""
+"""What configurations call layers with a window."""
 
 
 class Keys(NamedTuple):
@@ -134,7 +134,7 @@ def key_mask(
 
 
 def _check_past(held: Tensor, given: Tensor | None) -> None:
-    """Raise `ValueError` unless a mask says of the tokens before what those of earlier calls said: `held` (B, N)."""
+    """Raise `ValueError` if a mask contradicts those of the calls before, `held` (B, N)."""
     other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
     if bool(other.any()):
         got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
@@ -155,7 +155,7 @@ def _pattern(
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
-    It is known by the names of the functions that made its parts. reach: keys up to the last one.
+    Both follow from the names of the functions that made its parts. reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
