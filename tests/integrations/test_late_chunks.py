@@ -159,6 +159,13 @@ def test_what_is_refused(text, chunks, options, message, encoder):
         late_chunks(encoder, text, chunks, **options)
 
 
+def test_a_chunk_of_the_prompt_alone_is_refused(tmp_path):
+    """Its only token, "key", begins in the prompt, which this encoder does not pool."""
+    encoder = saved(tmp_path, encoders.bert(), include_prompt=False)
+    with pytest.raises(ValueError, match=r"^chunks: expected a token beside the prompt in each, got \(0, 1\) without"):
+        late_chunks(encoder, "y of the many", 1, prompt="ke")
+
+
 def test_other_models_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"^encoder: expected a SentenceTransformer, got BertModel"):
         late_chunks(encoders.bert(), TEXT)

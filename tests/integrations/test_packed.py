@@ -8,6 +8,7 @@ import encoders
 import fewkeys as fk
 from encoders import IDS, SIZES, words
 from fewkeys.integrations.loading import load_encoder
+from tiny_models import llama
 
 pytest.importorskip("sentence_transformers")
 TEXTS = [words(90, 1), words(7, 2), words(150, 3), words(1, 4)]
@@ -56,3 +57,10 @@ def test_places_that_are_none(starts):
         model(torch.ones(1, 5, dtype=torch.long), cu_seq_lens_q=torch.tensor(starts))
     with fk.apply(model, fk.budget(16)), pytest.raises(ValueError, match=r"^seq_idx: BertSelfAttention passes this"):
         model(torch.ones(1, 5, dtype=torch.long), seq_idx=torch.zeros(1, 5))
+
+
+def test_a_cache_refuses_flattened_texts():
+    model = llama()
+    cache, starts = fk.cache(model, fk.budget(16, is_causal=True)), torch.tensor([0, 3, 5])
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: LlamaAttention passes this"):
+        model(torch.ones(1, 5, dtype=torch.long), past_key_values=cache, cu_seq_lens_q=starts)

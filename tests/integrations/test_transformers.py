@@ -275,6 +275,13 @@ def test_restored_to_the_bit(name, implementation):
     assert torch.equal(run(model, **inputs), before)
 
 
+def test_a_restored_plan_cannot_be_entered():
+    applied = apply(bert(), WINDOW)
+    applied.restore()
+    with pytest.raises(ValueError, match=r"^model: expected an active plan"), applied:
+        pass
+
+
 def test_restored_after_an_exception():
     model = llama()
     before = run(model, input_ids=tokens())

@@ -1,8 +1,7 @@
 """Decides what answers an attention call: the stream of a cache, the innermost active plan, or the model itself.
 
-A cache registers its stream by the tensor of new keys. Each attention module has a stack of plans, which is copied and
-pickled with the model. A plan that was entered by `with` acts only in that context (`contextvars`: a thread, or a task
-of asyncio). Every other plan acts wherever the model is called.
+A plan that was entered by `with` acts only in that context (`contextvars`: a thread, or a task of asyncio). Every other
+plan acts wherever the model is called.
 """
 
 import threading
@@ -30,17 +29,17 @@ class Length(int):
 
 
 streams = WeakIdKeyDictionary()
-"""`streams[key](inputs)` appends the tensor of new keys, with its values, to a stream of a cache, and attends."""
+"""`streams[key](inputs)` appends the new keys and their values to a stream of a cache, and attends."""
 
+LayerAnswer = Callable[[nn.Module, AttentionInputs], Tensor | None]
 Answer = Callable[[int, nn.Module, AttentionInputs], Tensor | None]
-"""`answer(layer, module, inputs)`: the output (B, Hq, Nq, Dv) of one attention call of the `layer`-th attention module.
-
-None: the model's own attention answers this call, and later ones of the same shapes, types and options.
+"""`answer(layer, module, inputs)`: the output (B, Hq, Nq, Dv) of a call of the `layer`-th attention module. None: the
+model's own attention answers this call, and later ones of the same shapes, types and options.
 """
 
 
 class Scope:
-    """The contexts in which a plan acts: those that entered it, or all."""
+    """Where a plan acts: in the contexts that entered it, or in all."""
 
     def __init__(self) -> None:
         self.is_entered = False
@@ -48,7 +47,7 @@ class Scope:
         self._thread = threading.get_ident()
 
     def enter(self) -> None:
-        """Limit the scope to the current context and to contexts that begin in it."""
+        """Limit the scope to the current context and those that begin in it."""
         _entered.set((*_entered.get(), self))
         self.is_entered = True
 
@@ -57,7 +56,7 @@ class Scope:
 
     @property
     def is_current(self) -> bool:
-        """Whether the scope was entered in this context, or was never entered and was made by this thread."""
+        """Whether this context entered the scope, or none did and this thread made it."""
         return self in _entered.get() if self.is_entered else self._thread == threading.get_ident()
 
 
@@ -93,19 +92,19 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
 
 @dataclass(eq=False)
 class PlanStack:
-    """The answers of one attention module, each with the number of its layer; the innermost is last.
+    """The answers of one attention module; the innermost is last.
 
-    A copy keeps only the answer that is active in the context that copies (`interface`).
+    It is copied and pickled with the model. A copy keeps only the answer that is active there (`interface`).
     """
 
-    answers: dict[Scope, tuple[int, Answer]]
+    answers: dict[Scope, LayerAnswer]
     owner: int | None = None
     """The `id` of the module that has this stack, and is in `attached`; None in a copy."""
     own_call: tuple[object, ...] | None = None
-    """The facts of the last plain call that the model's own attention answered; equal calls go there at once."""
+    """The facts of the last plain call that the model's own attention answered; it answers equal calls at once."""
 
-    def innermost(self) -> tuple[int, Answer] | None:
-        """The layer and the answer that are active in this context; None: the model's own attention."""
+    def innermost(self) -> LayerAnswer | None:
+        """The answer that is active in this context, if any."""
         scope = in_force(self.answers) if self.answers else None
         return None if scope is None else self.answers[scope]
 
@@ -116,16 +115,16 @@ attached: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 def plan_stack(module: nn.Module) -> PlanStack:
-    """The stack of a module."""
+    """The stack of a module, empty without a plan."""
     stack: PlanStack = vars(module).get(ATTRIBUTE, _EMPTY)
     return stack
 
 
-def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
-    """Use `answer` for the calls of `module` within `scope`."""
+def push(module: nn.Module, scope: Scope, answer: LayerAnswer) -> None:
+    """Let `answer` answer the calls of `module` within `scope`."""
     with LOCK:
         attached[id(module)] = module
-        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: (layer, answer)}, id(module))
+        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: answer}, id(module))
 
 
 def remove(module: nn.Module, scope: Scope) -> None:

@@ -1,7 +1,7 @@
 """A cache for `model.generate` under a causal plan: constant memory, or all keys with their codes.
 
-transformers takes the keys of a layer from the cache and passes them to the attention function. This cache returns only
-the new keys, and has put its stream into `answers.streams`, where the attention function finds it.
+transformers passes the keys that a cache returns to the attention function. This cache returns only the new ones; the
+attention function finds the stream of the others in `answers.streams`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
         model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
     Args:
-        model: a decoder-only transformers model. Calls with this cache are answered by the plan, all others as without
-            it, until the cache is closed or deleted.
+        model: a decoder-only transformers model. The plan answers only calls with this cache, until the cache is closed
+            or deleted.
         plan: as in `fewkeys.apply`; one that `fewkeys.stream` can run, such as `fewkeys.budget(slots, is_causal=True)`.
         leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
@@ -65,7 +65,6 @@ def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
     is_shared = getattr(config, "kv_sharing_modes", None) is not None
     crossed = [layer for layer in getattr(config, "cross_attention_layers", None) or () if layer < layers]
     others = [f"{kind!r} in layer {i}" for i, kind in enumerate(kinds) if kind not in ("full_attention", *SLIDING)]
-    fault = None
     if not all(map(interface.is_causal, modules)):
         fault = f"expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
     elif getattr(config, "is_encoder_decoder", False) or is_shared:
@@ -79,5 +78,6 @@ def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
         fault = f"expected one attention module for each of {layers} layers, got {len(modules)}"
     elif others:
         fault = f"expected layers of full or sliding attention, got {others[0]}"
-    if fault is not None:
-        raise ValueError(f"model: {fault}; use fewkeys.apply and the model's own cache")
+    else:
+        return
+    raise ValueError(f"model: {fault}; use fewkeys.apply and the model's own cache")

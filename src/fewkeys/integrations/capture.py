@@ -30,6 +30,13 @@ SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
 OF_ENCODERS = ("modality", "prompt_length")
 """What `SentenceTransformer.preprocess` adds for its own modules."""
+_SHAPES = {
+    "input_ids": "(sequences, tokens)",
+    "pixel_values": "(images, channels, height, width) or (videos, frames, channels, height, width)",
+    "input_features": "(sounds, features, frames)",
+    "input_values": "(sounds, samples) or (sounds, frames, features)",
+}
+"""Shapes of a model's main input."""
 
 
 def capture(
@@ -49,18 +56,18 @@ def capture(
             of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
         weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`.
-        part: the part of an encoder-decoder to capture: "encoder", which runs alone, "decoder" (its self-attention) or
-            "cross", for which batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the
-            queries of cross-attention.
+        part: of an encoder-decoder: "encoder", which runs alone, "decoder" (its self-attention) or "cross", for which
+            batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the queries of
+            cross-attention.
         gradients: also keep the gradients of the model's predictions by every attention output, by which
-            `fewkeys.tune` weighs errors (`fewkeys.integrations.sensitivity` has the equation). The whole model runs,
-            with its head where that predicts tokens. `labels` of a batch are -100 for tokens that do not count.
+            `fewkeys.tune` weighs errors (equation: `fewkeys.integrations.sensitivity`). The whole model runs, with its
+            head where that predicts tokens. `labels` of a batch are -100 for tokens that do not count.
         seed: of the random numbers of gradients.
 
     The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`. Layers
-    whose own attention is a window are left out, since plans do not change them.
+    with a sliding window are left out, since plans do not change them.
 
-    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
+    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, a
     backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
 
     `ValueError` as of `apply` for what the model asks of its attention, for an encoder-decoder without `part`, for no
@@ -73,7 +80,7 @@ def capture(
     sensitivity = Sensitivity(seed) if gradients else None
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
-    modules, captured, parts = attention_modules(model), list[int](), set[str]()
+    modules, captured, parts = attention_modules(model), dict[int, int](), set[str]()
     encoder = set() if part is None else set(model.get_encoder().modules())
 
     def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
@@ -81,12 +88,10 @@ def capture(
         parts.add(part_of_layer)
         if inputs.window is not None or part not in (None, part_of_layer):
             return output
-        if layer not in captured:
-            captured.append(layer)
         writer.write(inputs)
         if sensitivity is not None:
             output = sensitivity.follow(output)
-        projections.attended(captured.index(layer), output)
+        projections.attended(captured.setdefault(layer, len(captured)), output)
         return output
 
     try:
@@ -146,8 +151,7 @@ def exact_passes(
 ) -> Iterator[tuple[Mapping[str, Any], Any]]:
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
-    `on_attention(layer, inputs, output)` returns the output with which the model goes on. The other arguments are those
-    of `capture`.
+    `on_attention(layer, inputs, output)` returns the output with which the model goes on. Otherwise as `capture`.
     """
     runs = model.get_encoder() if part == "encoder" else base_of(model)
     if gradients and part != "encoder" and model.get_output_embeddings() is not None:
@@ -180,13 +184,13 @@ def exact_passes(
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head: `base_model`, unless that takes no inputs of the model but states (DINOv3)."""
+    """The model without its head: `base_model`, unless that takes states instead of the model's inputs (DINOv3)."""
     base: nn.Module = model.base_model
     return base if model.main_input_name in inspect.signature(base.forward).parameters else model
 
 
 def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """What a model returns that keeps no keys of the call and computes no loss."""
+    """What a model returns, without keeping keys and without computing a loss."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     return model(**{name: item for name, item in arguments.items() if name != "labels"} | options)
 
@@ -199,15 +203,14 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
     if not isinstance(batch, Mapping):
         raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
     inputs = batch.get(name)
-    shapes = _SHAPES.get(name, ())
+    shapes = _SHAPES.get(name, "(any number of dimensions)")
     kind = "" if name == "input_ids" else "floating "
     if not isinstance(inputs, Tensor) or not (
         inputs.numel()
         and inputs.is_floating_point() == bool(kind)
-        and (not shapes or inputs.ndim in [shape.count(",") + 1 for shape in shapes])
+        and (name not in _SHAPES or inputs.ndim in [shape.count(",") + 1 for shape in shapes.split(" or ")])
     ):
-        wanted = " or ".join(f"({shape})" for shape in shapes or ["any number of dimensions"])
-        raise ValueError(f"batches: expected {kind}{name} of shape {wanted} in batch {index}, got {describe(inputs)}")
+        raise ValueError(f"batches: expected {kind}{name} of shape {shapes} in batch {index}, got {describe(inputs)}")
     if name == "input_ids":
         _check_ids(model, inputs, index)
     for name, item in batch.items():
@@ -216,16 +219,11 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
                 f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
                 "return tensors (return_tensors='pt')"
             )
-    items = {name: item for name, item in batch.items() if name not in OF_ENCODERS}
-    return {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in items.items()}
-
-
-_SHAPES = {
-    "input_ids": ["sequences, tokens"],
-    "pixel_values": ["images, channels, height, width", "videos, frames, channels, height, width"],
-    "input_features": ["sounds, features, frames"],
-    "input_values": ["sounds, samples", "sounds, frames, features"],
-}
+    return {
+        name: item.to(model.device) if isinstance(item, Tensor) else item
+        for name, item in batch.items()
+        if name not in OF_ENCODERS
+    }
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
@@ -244,7 +242,7 @@ def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
 
 
 def weights_of(modules: Sequence[nn.Module]) -> list[float]:
-    """The norm of a sample of the largest weight of each attention module; none where weights are not plain numbers."""
+    """The norm of a sample of each attention module's largest weight; none where weights are not plain numbers."""
     samples = []
     for module in modules:
         largest = max((part.detach() for part in module.parameters()), key=Tensor.numel, default=torch.empty(0))
@@ -255,8 +253,8 @@ def weights_of(modules: Sequence[nn.Module]) -> list[float]:
 
 
 class ProjectionFinder:
-    """Finds the output projections of `model` as it runs, since models have no common name for them: the linear layers
-    whose input is the memory that an attention call returned. `matrices` maps layers to weights (out, Hq Dv).
+    """Finds output projections as the model runs, since models have no common name for them: the linear layers whose
+    input is the memory that an attention call returned. `matrices` maps layers to weights (out, Hq Dv).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """Judge plans on a model's own queries, keys and values: by the error of the output, not of the weights.
 
-For each layer and block of heads the exact weights and outputs are computed once, and every plan is compared with them.
-Memory: one block (`fewkeys.judge.exact`). Time: O(n^2) per plan, since mass and recall need the exact weights.
+The exact weights and outputs of each layer and block of heads are computed once for all plans. Memory: one block
+(`fewkeys.judge.exact`). Time: O(n^2) per plan, since mass and recall need the exact weights.
 """
 
 import math
@@ -29,7 +29,7 @@ AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
-"""Facts of a capture that a report repeats."""
+"""What a report repeats of a capture."""
 TIMED = 6
 """The least number of timings per plan: one in each layer, more where there are fewer layers."""
 
@@ -77,15 +77,18 @@ def compare(
         if progress is not None:
             progress(min(round(done), total), total, what)
 
-    keys = HeaviestKeys(capture.layers, capture.query_heads)
-    shape = _judge_layers(capture, entries, eps, seed, impl, count, keys)
+    heaviest = HeaviestKeys(capture.layers, capture.query_heads)
+    shape = _judge_layers(capture, entries, eps, seed, impl, count, heaviest)
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
     if model is not None and batches is not None:
         judge_model(model, batches, running, seed, impl, lambda sequences: count(sequences, "whole model"))
     count(total, "done")
-    lengths = _lengths(capture)
+    lengths: list[int] = []
+    for call in capture.calls(0):
+        batch, _, keys, _ = call.key.shape
+        lengths += [keys] * batch if call.key_mask is None else call.key_mask.sum(-1).tolist()
     return Report(
         model=capture.model_name,
         **{name: getattr(capture, name) for name in COPIED},
@@ -96,7 +99,7 @@ def compare(
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
         skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
-        sample=keys.sample(),
+        sample=heaviest.sample(),
     )
 
 
@@ -129,17 +132,8 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     return entries, [budget for budget in by_budget if budget is not None]
 
 
-def _lengths(capture: Capture) -> list[int]:
-    """The real tokens of each sequence."""
-    lengths: list[int] = []
-    for call in capture.calls(0):
-        batch, _, keys, _ = call.key.shape
-        lengths += [keys] * batch if call.key_mask is None else call.key_mask.sum(-1).tolist()
-    return lengths
-
-
 def _judge_layers(
-    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: Count, keys: HeaviestKeys
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: Count, heaviest: HeaviestKeys
 ) -> list[int]:
     """Fill the tallies and timings of all entries, and the sample. Returns the shape that was timed."""
     shape: list[int] = []
@@ -154,13 +148,13 @@ def _judge_layers(
                 truth = exact(block, eps)
                 is_first = index == block.sequence == 0
                 if is_first:
-                    keys.add(layer, truth)
+                    heaviest.add(layer, truth)
                 count(fraction, what)
                 for entry in entries:
                     if entry.reason is None:
                         try:
                             where = f"{seed}/{layer}/{index}/{number}"
-                            judge_block(entry, layer, block, truth, where, impl, keys if is_first else None)
+                            judge_block(entry, layer, block, truth, where, impl, heaviest if is_first else None)
                         except ValueError as error:
                             entry.reason = str(error)
                     count(fraction, what)

@@ -25,7 +25,7 @@ from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 TURNS = 9
-"""The largest number of timed turns at one length."""
+"""The most timed turns at one length."""
 
 
 def judge_model(
@@ -33,7 +33,7 @@ def judge_model(
 ) -> None:
     """Set the effect of each entry's plan on `model` over `batches`. `done(sequences)` is called after each pass.
 
-    Cost: one pass per batch and plan, and an exact one per batch. Memory: the hidden states of one batch.
+    Cost: a pass per batch and plan, and an exact one per batch. Memory: the hidden states of one batch.
     """
     model = unwrapped(model)
     pooled: list[list[Tensor]] = [[] for _ in entries]
@@ -58,7 +58,7 @@ def judge_model(
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The states of the exact model, even inside `apply`, and which are real (B, N): the last attention's keys."""
+    """The states of the exact model, even inside `apply`, and which are real (B, N), by its last attention's mask."""
     masks: list[Tensor | None] = []
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
@@ -101,7 +101,7 @@ def time_model(
     """Time a model of this shape with random weights, on the CPU, on one sequence of `length` tokens without padding.
 
     For each plan: the number of turns, and the median milliseconds of a call under the plan and with exact attention.
-    After `seconds` no turn begins. The first turn warms up, and does not count if another follows.
+    No turn begins after `seconds`. The first one warms up, and does not count if another follows.
     """
     base: Any = base_of(model)
     config = deepcopy(base.config)

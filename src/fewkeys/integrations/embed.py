@@ -1,8 +1,8 @@
 """Vectors of texts by a SentenceTransformer: one for a whole text, or late chunks, one for each part of it.
 
 Late chunking (Guenther et al., 2024, arXiv 2409.04701) reads the text in one pass and pools its token embeddings part
-by part, so that the vector of a part depends on the whole text. The encoder's modules after the first (pooling, dense
-layers, normalisation) run on each part as on a text.
+by part, so that each vector depends on the whole text. The encoder's modules after the first (pooling, dense layers,
+normalisation) run on each part as on a text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NoTokenError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The vectors (C, d) of C parts of a text, the characters [start, stop) of each, and the number of its tokens."""
+    """The vectors (C, d) of C parts of a text, their characters [start, stop), and their numbers of tokens."""
 
     vectors: Tensor
     spans: tuple[Span, ...]
@@ -65,14 +65,14 @@ def late_chunks(
 
     Args:
         encoder: its first module gives token embeddings, and one of the others pools.
-        text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones.
+        text: `split` cuts texts that are too long for one pass of the encoder.
         chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, which may
             overlap or leave gaps; None: the whole text, with the vector of `encoder.encode(text)`. A token belongs to
             every chunk that has a character of it; prompt and special tokens to the chunk beside them.
         prompt_name, prompt: as in `encoder.encode`.
 
-    `ValueError` for a text that is empty or too long, a chunk without tokens, and, for several chunks, an encoder whose
-    pooling means nothing for parts (`cls`, `lasttoken`, `weightedmean`).
+    `ValueError` for a text that is empty or too long, a chunk without tokens, and, for chunks, an encoder whose pooling
+    means nothing for parts (`cls`, `lasttoken`, `weightedmean`).
 
     Cost: one pass, plus O(tokens d).
     """
@@ -91,14 +91,16 @@ def late_chunks(
     with torch.inference_mode():
         embeddings, start = _embedded(encoder, before, text, places, pooling)
         parts = [embeddings[:, max(first, start) : last] for first, last in ranges]
+        if empty := [span for span, part in zip(spans, parts, strict=True) if not part.shape[1]]:
+            raise ValueError(f"chunks: expected a token beside the prompt in each, got {empty[0]} without one")
         vectors = torch.cat([_pooled(encoder, part) for part in parts])
     return Chunks(vectors, spans, tuple(part.shape[1] for part in parts))
 
 
 def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
-    """The plan's error between two readings of `Applied.fallbacks`, under `max_error=WATCH`: the mean over layers.
+    """The plan's error between two readings of `Applied.fallbacks` under `max_error=WATCH`: the mean over layers.
 
-    Layers that exact attention answered have none; those within a window of their own do not count.
+    It is zero in layers that exact attention answered; layers with a sliding window do not count.
     """
 
     def total(layer: Fallbacks) -> float:
@@ -119,10 +121,9 @@ def split(
     limit = longest(encoder)
     before = resolved_prompt(encoder, prompt_name, prompt)
     places = read_tokens(encoder, before, text)
-    count = len(places.ids)
-    if limit is None or count <= limit:
+    if limit is None or len(places.ids) <= limit:
         return [(0, len(text))]
-    around = count - (places.stop - places.start)
+    around = len(places.ids) - (places.stop - places.start)
     room = limit - around
     if room < 1:
         raise ValueError(
@@ -134,7 +135,7 @@ def split(
     while (left := len(starts) - 1 - first) > 0:
         take = -(-left // -(-left // room))
         stop = _before_word(text, starts, first, first + take)
-        # A part may have more tokens than the same characters have in the text: shorten it until it fits.
+        # A part may have more tokens alone than within the text: shorten it until it fits.
         while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > limit:
             take -= max(1, take // 16)
             stop = _before_word(text, starts, first, first + take)
@@ -144,7 +145,7 @@ def split(
 
 
 def longest(encoder: SentenceTransformer) -> int | None:
-    """The most tokens of one pass, by the encoder's setting and the model's positions; None: no limit known."""
+    """The most tokens of one pass, by the encoder's setting and the model's positions, if known."""
     limits = (encoder.max_seq_length, positions(unwrapped(encoder)))
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -162,7 +163,7 @@ def digest(encoder: SentenceTransformer) -> str:
 def compile_model(encoder: SentenceTransformer) -> None:
     """Compile the encoder's transformer by `torch.compile`, once for texts of any length.
 
-    Weights are frozen in the whole process: only then linear layers are oneDNN's. `ValueError` without a C++ compiler.
+    It freezes weights in the whole process: only then linear layers are oneDNN's. `ValueError` without a C++ compiler.
     """
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -190,14 +191,16 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
             raise TypeError(f"prompt: expected a str, got {type(prompt).__name__}")
         return prompt
     name = encoder.default_prompt_name if name is None else name
-    if name is not None and name not in encoder.prompts:
+    if name is None:
+        return ""
+    if name not in encoder.prompts:
         names = ", ".join(map(repr, sorted(encoder.prompts)))
         raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
-    return "" if name is None else encoder.prompts[name] or ""
+    return encoder.prompts[name] or ""
 
 
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
-    """The encoder's only pooling module. `ValueError` without one, or for `chunks` that it cannot pool."""
+    """The encoder's only pooling module. `ValueError` without one, and for `chunks` that it cannot pool."""
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
@@ -218,7 +221,7 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens of prompt and text, their characters (negative in the prompt), and the range of the text's tokens."""
+    """The tokens of prompt and text, their characters (negative in the prompt), and the range of the text's."""
 
     ids: list[int]
     offsets: list[Span]
@@ -280,7 +283,7 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
 
 
 def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
-    """The last place in the second half of first .. place where a word begins; `place`, where none does."""
+    """The last place in the second half of first .. place where a word begins, else `place`."""
     if place >= len(starts) - 1:
         return len(starts) - 1
     for word in range(place, first + (place - first) // 2, -1):

@@ -1,7 +1,7 @@
 """The attention function and the mask function that transformers finds by our name in its registries.
 
-With an attention function alone, a model would silently ignore its padding. Without an active plan and without a cache
-of ours, the model's own functions answer. No global object refers to a model, so its entries are freed with it.
+With an attention function alone, a model would silently ignore its padding. Without an active plan or a cache of ours,
+the model's own functions answer. No global object keeps a model alive.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +22,7 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.core.validation import check_no_graph
 from fewkeys.integrations import answers, mpnet, operator, switch
-from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, in_force, plan_stack, streams
+from fewkeys.integrations.answers import Answer, LayerAnswer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import attend, by_sequence, check_honoured, check_sink, distance_bias, plain
@@ -42,13 +42,13 @@ OUTSIDE = {
 
 
 def need(package: str, extra: str) -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where a package is missing."""
+    """Raise `ModuleNotFoundError` with the extra to install where a package is missing."""
     if find_spec(package) is None:
         raise ModuleNotFoundError(f"{package} is needed for this and is not installed; pip install 'fewkeys[{extra}]'")
 
 
 def unwrapped(model: object) -> PreTrainedModel:
-    """The transformers model: `model` itself, or the one inside another module. `TypeError` for others."""
+    """The transformers model: `model` itself, or the one inside it. `TypeError` for others."""
     need("transformers", "hf")
     from transformers import PreTrainedModel
 
@@ -67,14 +67,14 @@ def unwrapped(model: object) -> PreTrainedModel:
 
 
 def has_two_parts(model: PreTrainedModel) -> bool:
-    """Whether it has an encoder and a decoder; either alone has the configuration of both."""
+    """Whether it has an encoder and a decoder; the configuration of either alone says so, too."""
     return bool(model.config.is_encoder_decoder) and model.get_encoder() is not model
 
 
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that use the attention interface, in the order of its layers."""
     model = unwrapped(model)
-    asking = {kind for kind in {type(module) for module in model.modules()} if _asks_interface(kind)}
+    asking = set(filter(_asks_interface, {type(module) for module in model.modules()}))
     modules = [module for module in model.modules() if mpnet.is_mpnet(module) or type(module) in asking]
     if not modules or model.config.model_type == "informer":  # some of its layers compute with the mask
         why = OUTSIDE.get(model.config.model_type, "")
@@ -100,7 +100,7 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
     """Give every attention call of `model` to `answer` until `detach`; None: those of a cache to its streams.
 
     A `with` limits the answers to the current context, and detaches at its end. `ValueError` for a model whose
-    attention cannot be replaced, which is then as it was.
+    attention cannot be replaced, which stays as it was.
     """
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
@@ -116,10 +116,10 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
         self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
         if answer is not None:
             for layer, module in enumerate(modules):
-                answers.push(module, self._scope, layer, answer)
+                answers.push(module, self._scope, partial(answer, layer))
 
     def detach(self) -> None:
-        """Restore the attention that the model had, unless another plan is active. A second call does nothing."""
+        """Restore the model's attention, unless another plan is active. A second call does nothing."""
         self._scope.leave()
         if self._release.alive:
             for module in self._modules:
@@ -130,6 +130,8 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
             self._release()
 
     def __enter__(self) -> Self:
+        if not self._release.alive:
+            raise ValueError("model: expected an active plan, got one that was restored; call fewkeys.apply again")
         self._scope.enter()
         return self
 
@@ -138,7 +140,7 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
 
 
 def register() -> None:
-    """Register our functions by our name."""
+    """Register our functions."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -147,9 +149,8 @@ def register() -> None:
     operator.register(_from_graph)
 
 
-def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
-    """The stack of a copied module, perhaps in another process, where nothing is registered yet."""
-    register()
+def _copied_stack(innermost: LayerAnswer | None) -> PlanStack:
+    register()  # the copy may be in another process
     return PlanStack({} if innermost is None else {Scope(): innermost})
 
 
@@ -175,7 +176,7 @@ def by_token(output: Tensor) -> Tensor:
 
 @cache
 def _sdpa() -> Callable[..., tuple[Tensor, None]]:
-    """SDPA as transformers calls it; an `import` in each layer of each call would add up."""
+    """SDPA as transformers calls it. Cached, as an `import` in each layer of each call would add up."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
@@ -196,7 +197,7 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
 
 
 _OWN = "_fewkeys_own"
-"""Marks masks that the model's own mask function made, and its own attention reads, even if a plan has come since."""
+"""Marks masks of the model's own mask function. Its own attention reads them, even if a plan has come since."""
 
 
 def _mask(**kwargs: Any) -> Tensor | None:
@@ -223,7 +224,7 @@ def _mask(**kwargs: Any) -> Tensor | None:
 def _attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> operator.Output:
-    """The attention function that transformers calls: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
+    """The attention function: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
     if torch.compiler.is_dynamo_compiling():
         if operator.suits(module, attention_mask, options):
             scale = options.get("scaling")
@@ -234,12 +235,12 @@ def _attention_forward(
         return result
     stack = plan_stack(module)
     stream: Callable[[AttentionInputs], Tensor] | None = streams.get(key) if streams.data else None
-    innermost = stack.innermost()
-    is_own = innermost is None and stream is None and not isinstance(attention_mask, KeyMask)
+    answer = stack.innermost()
+    is_own = answer is None and stream is None and not isinstance(attention_mask, KeyMask)
     if is_own or getattr(attention_mask, _OWN, False):
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
     check_no_graph("query", query)
-    check_honoured(module, options)
+    check_honoured(module, options, stream is not None)
     (batch, heads, queries, dim), keys = query.shape, key.shape[2]
     real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))
     if causal and keys < queries:
@@ -255,21 +256,21 @@ def _attention_forward(
         "distance_bias": distance_bias(options.get("position_bias"), offset),
     }
     is_plain = all(term is None for term in (*terms.values(), stream, starts))
-    facts, is_lowered = None, autocast_is_on()
-    if is_plain and not (offset or is_lowered):
+    facts = None
+    if is_plain and not (offset or autocast_is_on()):
         shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
-        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads, is_trained(query, key, value))
+        facts = (answer, causal, scale, *shapes, query.dtype, query.device, threads, is_trained(query, key, value))
         if facts == stack.own_call:
             return _sdpa()(module, query, key, value, None, scaling=scale, is_causal=causal)
-    if is_lowered:
-        query, key, value = lowered(query), lowered(key), lowered(value)
+    query, key, value = map(lowered, (query, key, value))
     inputs = AttentionInputs(query, key, value, scale, causal, query_offset=offset, **terms)
 
     def by_plan(inputs: AttentionInputs) -> Tensor:
-        answer = None if innermost is None else innermost[1](innermost[0], module, inputs)
-        if innermost is not None and answer is None:
+        if answer is not None:
+            if (output := answer(module, inputs)) is not None:
+                return output
             stack.own_call = facts
-        return exact(module, inputs) if answer is None else answer
+        return exact(module, inputs)
 
     output = by_sequence(inputs, starts, by_plan) if stream is None else stream(inputs)
     return output.transpose(1, 2).contiguous(), None
@@ -293,7 +294,7 @@ def _own_attention(module: nn.Module) -> operator.Attend:
 
 
 def _keys(module: nn.Module, mask: Tensor | None, shape: tuple[int, int, int], argument: bool | None) -> Keys:
-    """The real keys of a call of `shape` (B, Nq, Nk), whether it is causal, and its window.
+    """What a call of `shape` (B, Nq, Nk) sees.
 
     The mask decides if there is padding or a window, and under "eager". The other implementations drop any other mask
     and follow the argument `is_causal`, or without one the module's flag, even where that is wrong (AIMv2). An argument

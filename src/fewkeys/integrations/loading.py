@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 HUB_SECONDS = 5.0
-"""Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
+"""The hub's time to confirm that a model exists; transformers would retry for half a minute."""
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
     "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
@@ -33,8 +33,8 @@ def load_model(
 
     Encoders come as their base model (`AutoModel`), decoders saved with a language-model head as
     `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. dtype: None is
-    float32 on the CPU and that of the checkpoint elsewhere. A missing padding token is the end token. The hub is asked
-    only for what its cache lacks.
+    float32 on the CPU and the checkpoint's elsewhere. A missing padding token is the end token. The hub is asked only
+    for what its cache lacks.
 
     `ValueError` for a folder or hub id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a
     model whose attention does not go through transformers' interface.
@@ -62,8 +62,8 @@ def load_model(
 def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode; else as `load_model`.
 
-    Without `modules.json`, sentence-transformers takes the mean of all tokens. A decoder that was saved to predict
-    tokens needs that file.
+    Without `modules.json`, which a decoder saved to predict tokens needs, sentence-transformers takes the mean of all
+    tokens.
     """
     need("sentence_transformers", "embed")
     with quiet():
@@ -91,23 +91,23 @@ def quiet() -> Iterator[None]:
     import huggingface_hub.utils
     from transformers.utils import logging
 
-    transformers_logs: Any = logging
     hub: Any = huggingface_hub.utils
+    own: Any = logging
     with warnings.catch_warnings(), ExitStack() as restore:
         warnings.simplefilter("ignore")
-        for logs in (transformers_logs, hub.logging):
+        for logs in (own, hub.logging):
             restore.callback(logs.set_verbosity, logs.get_verbosity())
             logs.set_verbosity(logs.CRITICAL)
-        # transformers' own switch, which is set back first, switches the hub's bars, too.
+        # transformers' switch, which is set back first, switches the hub's bars, too.
         restore.callback(hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars)
-        if transformers_logs.is_progress_bar_enabled():
-            restore.callback(transformers_logs.enable_progress_bar)
-        transformers_logs.disable_progress_bar()
+        if own.is_progress_bar_enabled():
+            restore.callback(own.enable_progress_bar)
+        own.disable_progress_bar()
         yield
 
 
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
-    """The name of a folder or a hub id, its configuration, and whether everything is on this machine."""
+    """The name of a folder or a hub id, its configuration, and whether all of it is on this machine."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -146,18 +146,15 @@ def _is_cached(name: str) -> bool:
         folder = Path(snapshot_download(name, local_files_only=True))
         if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
             return True
-    fix = "check the name, or download the model elsewhere and pass its folder"
     try:
         HfApi().model_info(name, timeout=HUB_SECONDS)
     except RepositoryNotFoundError:
-        raise ValueError(
-            f"name_or_dir: no folder and no hub model is called {name!r} (or it is private); {fix}"
-        ) from None
+        fault = f"no folder and no hub model is called {name!r} (or it is private)"
     except Exception as error:
-        raise ValueError(
-            f"name_or_dir: there is no folder {name!r} and the hub cannot be reached ({_line(error)}); {fix}"
-        ) from None
-    return False
+        fault = f"there is no folder {name!r} and the hub cannot be reached ({_line(error)})"
+    else:
+        return False
+    raise ValueError(f"name_or_dir: {fault}; check the name, or download the model elsewhere and pass its folder")
 
 
 def _is_generator(config: PreTrainedConfig) -> bool:
@@ -195,7 +192,7 @@ def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = ""
 
 @contextmanager
 def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
-    """Raise a `ValueError` of one line for whatever another library raises."""
+    """Raise a `ValueError` of one line for any error."""
     try:
         yield
     except Exception as error:
@@ -203,7 +200,7 @@ def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """The first sentence of another library's message, on one line and short enough to read."""
+    """The first sentence of a message, on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     first = text.split(". ")[0].rstrip(".;")
     return first if len(first) <= 200 else first[:197] + "..."

@@ -1,6 +1,6 @@
 """The mask that our mask function makes for a model, and how the attention function reads it.
 
-Nothing of size n x n is built. A mask holds the real keys and the pattern that the model requested:
+Nothing of size n x n is built. The shape of a mask is the pattern that the model requested:
 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
@@ -18,19 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fewkeys.integrations.answers import Length
 
 DTYPES = (torch.bool, torch.int32)
 """Of the entries of a mask, without and with a window."""
 LOWEST = -1e4
-"""Numbers that models add to the scores of padding are at most this."""
+"""Models add at most this number to the scores of padding."""
 SLIDING = ("sliding_attention", "hybrid_sliding")
-"""The names that configurations give to layers with a window."""
+"""What configurations call layers with a window."""
 
 
 class Keys(NamedTuple):
-    """A mask's content: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
+    """A mask's content. real: (B, Nk), None: all keys. window: None: every key."""
 
     real: Tensor | None
     is_causal: bool
@@ -74,11 +75,9 @@ class KeyMask(Tensor):
         if operation not in _COMPUTING:
             with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        else:
-            flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
-            if all(part.ndim == 4 and part.dtype == torch.bool for part in flat if isinstance(part, KeyMask)):
-                with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
-                    return func(*args, **kwargs)
+        elif all(arg.ndim == 4 and arg.dtype == torch.bool for arg in tree_leaves(args) if isinstance(arg, KeyMask)):
+            with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
+                return func(*args, **kwargs)
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
@@ -135,7 +134,7 @@ def key_mask(
 
 
 def _check_past(held: Tensor, given: Tensor | None) -> None:
-    """Raise `ValueError` unless a mask says the same of earlier tokens as those of the calls before, `held` (B, N)."""
+    """Raise `ValueError` if a mask contradicts those of the calls before, `held` (B, N)."""
     other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
     if bool(other.any()):
         got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
@@ -146,7 +145,7 @@ def _check_past(held: Tensor, given: Tensor | None) -> None:
 
 
 def entries(real: Tensor | None, window: int | None, shape: tuple[int, int], device: torch.device | None) -> Tensor:
-    """The entries (B, Nk) of a mask. real: the real keys; None: all, hence one number, expanded."""
+    """The entries (B, Nk) of a mask."""
     mask = torch.ones((), dtype=torch.bool, device=device) if real is None else real
     return (mask if window is None else torch.where(mask, window, -window).int()).expand(shape)
 
@@ -156,7 +155,7 @@ def _pattern(
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
-    The names of the functions that made its parts tell. reach: keys up to the last one.
+    Both follow from the names of the functions that made its parts. reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -188,10 +187,7 @@ def _pattern(
 
 
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
-    """The content of a call's mask; `shape`: (B, Nk). `ValueError` for masks that are not honoured.
-
-    It is stored with a mask of ours, which all layers share.
-    """
+    """The content of a call's mask; `shape`: (B, Nk). It is stored with a mask of ours, which all layers share."""
     stored: dict[tuple[int, int], Keys] = {}
     if isinstance(mask, KeyMask):
         stored = vars(mask).setdefault("_fewkeys_keys", stored)
@@ -218,7 +214,6 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 
 def _decoded(mask: Tensor) -> Keys:
-    """The content of a mask of the module docstring."""
     mask = mask.as_subclass(Tensor)
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window, real = None if mask.dtype == torch.bool else int(rows.abs().max()), rows > 0
@@ -228,7 +223,7 @@ def _decoded(mask: Tensor) -> Keys:
 
 
 def layer_window(module: nn.Module) -> int | None:
-    """The window of an attention module's own, as its configuration counts it; None: it sees every key."""
+    """The window of an attention module, as its configuration counts it; None: it sees every key."""
     attributes, config = vars(module), getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), attributes.get("layer_idx")
     if kinds is not None and layer is not None and kinds[layer] not in SLIDING:

@@ -1,7 +1,6 @@
 """MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface.
 
-While a plan is active, `MPNetForward`, which calls the attention function, replaces `forward` in the attention module,
-not in its class.
+While a plan is active, `MPNetForward` replaces `forward` in the attention module, not in its class.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from fewkeys.integrations.answers import plan_stack
 
 @dataclass(eq=False)
 class MPNetForward:
-    """The `forward` of one module."""
+    """The `forward` of one module, which calls the attention function."""
 
     module: nn.Module
 
@@ -32,9 +31,9 @@ class MPNetForward:
         size = module.attention_head_size
         rows = (linear(hidden).unflatten(-1, (-1, size)).transpose(1, 2) for linear in (module.q, module.k, module.v))
         attend: Any = ALL_ATTENTION_FUNCTIONS["fewkeys"]
-        dropout = module.dropout.p if module.training else 0.0
         terms = {"scaling": size**-0.5, "position_bias": position_bias, "is_causal": False}
-        by_token, _ = attend(module, *rows, attention_mask, dropout=dropout, **terms)
+        terms["dropout"] = module.dropout.p if module.training else 0.0
+        by_token, _ = attend(module, *rows, attention_mask, **terms)
         return (module.o(by_token.flatten(2)),)
 
 

@@ -1,7 +1,7 @@
 """Attention of a model as one operator of `torch.compile`, so that the graph of an encoder does not break at it.
 
-The graph knows an attention module by its `id`. The operator looks up the plan in force when it runs, so one graph
-serves every plan. Calls that need more (gradients, causal calls, caches, terms of scores) break the graph instead.
+The graph knows an attention module by its `id`, and the operator looks up the plan in force, so one graph serves every
+plan. Calls that need more (gradients, causal calls, caches, terms of scores) break the graph.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,17 @@ def mask_of_keys(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask (B, 1, 1, Nk) of an encoder, as `masks` describes it, by the arguments of a mask function.
+    """The mask (B, 1, 1, Nk) of an encoder, by the arguments of a mask function; None where the graph must break.
 
-    None for another pattern or model, and where the operator could not answer. Compiled code cannot look into the
-    function of a window: it is transformers' own without `use_vmap`, and bidirectional with
-    `allow_is_bidirectional_skip`.
+    Compiled code cannot look into the function of a window: it is transformers' own without `use_vmap`, and
+    bidirectional with `allow_is_bidirectional_skip`.
     """
     from transformers.masking_utils import bidirectional_mask_function
 
-    if config is None or config.model_type not in TYPES or _needs_break():
-        return None
     shape, window = (batch_size, kv_length), None
-    if kv_offset or not (attention_mask is None or attention_mask.shape == shape):
+    if config is None or config.model_type not in TYPES or _needs_break() or kv_offset:
+        return None
+    if attention_mask is not None and attention_mask.shape != shape:
         return None
     if mask_function is not bidirectional_mask_function:
         if local_size is None or allow_is_bidirectional_skip is None or use_vmap:
@@ -69,7 +68,7 @@ def watched(mask: Tensor | None) -> Tensor | None:
     """A mask of `mask_of_keys` as a `KeyMask`; any other mask as it is."""
     if mask is None or not _is_of_keys(mask):
         return mask
-    whole = mask[:1, ..., :1].expand(mask.shape)  # how a mask without padding is recognised
+    whole = mask[:1, ..., :1].expand(mask.shape)
     return (whole if bool((mask > 0).all()) else mask).as_subclass(KeyMask)
 
 

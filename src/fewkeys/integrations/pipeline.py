@@ -1,4 +1,4 @@
-"""Questions about a long context, which is read once: every answer continues a fork of one cache."""
+"""Questions about a long context, which is read once. Every answer continues a fork of its cache."""
 
 import copy
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from fewkeys.plan import Plan
 _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
 ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
-"""Options of `model.generate` that are fixed: each answer continues one sequence of one cache, and is a text."""
+"""Options of `model.generate` that are fixed: each answer is one text."""
 MADE = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
-"""Options of `model.generate` that the pipeline makes of the context and the question."""
+"""Options of `model.generate` that the pipeline makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ class Pipeline:
                 raise ValueError(
                     f"{name}: expected {only}, one text for each question, got {options[name]}; leave it out"
                 )
-        before, after = self._parts(context)
-        context_ids = self._ids(before, True)
+        before, after, special = self._parts(context)
+        context_ids = self._ids(before, special)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)
         with closing(memory):
             mask = torch.ones_like(context_ids)
@@ -83,24 +83,24 @@ class Pipeline:
                 answers.append(str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
-    def _parts(self, context: str) -> tuple[str, str]:
+    def _parts(self, context: str) -> tuple[str, str, bool]:
+        """The texts before and after a question; whether the first needs special tokens, which chat templates have."""
         if getattr(self.tokenizer, "chat_template", None) is None:
-            return f"{context}\n\n", "\n"
+            return f"{context}\n\n", "\n", True
         content, marks = f"{context}\n\n{_MARK}", context.count(_MARK) + 1
         for form in (content, [{"type": "text", "text": content}]):  # templates read the one or the other
             messages = [{"role": "user", "content": form}]
             text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
             if text.count(_MARK) == marks:
                 before, _, after = text.rpartition(_MARK)
-                return before, after
+                return before, after, False
         raise ValueError(
             "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is, got one "
             "that does not; set tokenizer.chat_template to one, or to None for plain prompts"
         )
 
-    def _ids(self, text: str, is_first: bool) -> Any:
-        """Token ids (1, N), with special tokens before the first text, unless the chat has them."""
-        special = is_first and getattr(self.tokenizer, "chat_template", None) is None
+    def _ids(self, text: str, special: bool) -> Any:
+        """Token ids (1, N)."""
         encoding = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")
         return encoding["input_ids"].to(self.model.device)
 

@@ -10,8 +10,8 @@ predictions, to second order and on average over the random numbers, by
 
     E (g . e)^2  =  2 sum_t KL(p_t || p_t changed)      or      sum_t |change of h_t|^2 / |h_t|^2
 
-The first is the Fisher information of the model's predictions along e; both are the Gauss-Newton form of their
-distance, estimated as by Hutchinson (1989), with one draw.
+The first is the Fisher information of the predictions along e; both are the Gauss-Newton form of their distance,
+estimated as by Hutchinson (1989), with one draw.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ from fewkeys.core.validation import describe
 from fewkeys.integrations.interface import attention_modules, has_two_parts, is_causal
 
 IGNORED = -100
-"""The label of a token that does not count, as losses of torch have it."""
+"""The label of a token that does not count, as in torch's losses."""
 
 
 class Sensitivity:
-    """Collects the gradients of one batch after the other: `follow` every attention output, then `gradients`.
+    """Collects the gradients of one batch after another: `follow` every attention output, then call `gradients`.
 
     seed: of y and r. Cost: one backward pass, and the memory of training on the batch without an optimiser.
     """
@@ -57,7 +57,7 @@ class Sensitivity:
         return list(torch.autograd.grad(score, leaves))
 
     def _score(self, result: Any, counts: Tensor) -> Tensor:
-        """The random number s of the module docstring."""
+        """The random number s."""
         logits: Tensor | None = result.get("logits")
         if logits is not None:
             log_p = logits[counts].float().log_softmax(-1)
@@ -71,7 +71,7 @@ class Sensitivity:
 
 
 def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
-    """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
+    """Which tokens (B, N) count: real ones, and where the batch has `labels`, those that predict one.
 
     A label is predicted by the token before it in decoders, by its own token in encoders and encoder-decoders.
     """

@@ -1,4 +1,4 @@
-"""`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model in one exact pass."""
+"""`fewkeys.spot_check`: the error of a plan in one attention call, or in every layer of a model."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,10 +57,10 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
     Args:
         query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
             plan runs even where exact attention is faster.
-        model: a transformers model in eval mode. Every layer gets the input that it has in the exact model, so that
-            errors do not add up. `per_layer` of the result has an entry for each.
+        model: a transformers model in eval mode. Every layer gets its input in the exact model, so that errors do not
+            add up. `per_layer` of the result has an entry for each.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
-        plan: with a model also one plan per layer, or per layer and key head, as in `fewkeys.apply`.
+        plan: with a model as in `fewkeys.apply`.
         queries: exact queries per sequence and head, at least 2; all queries of sequences with fewer.
         confidence: of the interval, in (0, 1).
         generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
@@ -101,11 +101,11 @@ def _check_model(
 
     if isinstance(batches, Tensor | Mapping):
         batches = [batches]
-    count = 0
+    is_empty = True
     for _ in exact_passes(model, batches, on_attention):
-        count += 1
+        is_empty = False
         calls.clear()
-    if count == 0:
+    if is_empty:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     if not checks:
         raise ValueError("model: expected layers that see every key, got only sliding windows, which every plan keeps")

@@ -1,4 +1,4 @@
-"""The transformers side of `fewkeys.cache`: imported only where transformers is installed."""
+"""The transformers side of `fewkeys.cache`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DRAFT = 24
 class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`.
 
-    plans: one for all key heads, or one for each. window: that of the layer; None: it sees every key. `calls`: a stream
-    for each attention call with the same keys (DiffLlama makes two).
+    plans: one for all key heads, or one for each. `calls`: a stream for each attention call with the same keys
+    (DiffLlama makes two).
     """
 
     is_sliding = False
@@ -54,7 +54,7 @@ class StreamLayer(CacheLayerMixin):
         return Stream(self.plans, leaves=self.leaves if any(plan.scanned for plan in self.plans) else None, undo=DRAFT)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated before the first attention call."""
+        """Leave allocation to the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values alone."""
@@ -86,7 +86,8 @@ class StreamLayer(CacheLayerMixin):
             )
         if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
             real = inputs.key_mask
-            real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool) if real is None else real
+            if real is None:
+                real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
             if has_interior_padding(torch.cat([stream.key_mask(), real], 1) if stream.length else real):
                 raise gaps_error(self.window)
         self._answered += 1
@@ -123,15 +124,15 @@ class StreamLayer(CacheLayerMixin):
 
 
 class StreamCache(Cache):
-    """One stream per layer; made by `fewkeys.cache`. plans: those of each layer."""
+    """One stream per layer; made by `fewkeys.cache`."""
 
     layers: list[StreamLayer]  # type: ignore[assignment]
 
     def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], leaves: LeafType) -> None:
-        layers: list[StreamLayer] = []
-        for layer_plans, module in zip(plans, interface.attention_modules(model), strict=True):
-            config = getattr(module, "config", model.config)
-            layers.append(StreamLayer(layer_plans, layer_window(module), leaves, config))
+        layers = [
+            StreamLayer(layer_plans, layer_window(module), leaves, getattr(module, "config", model.config))
+            for layer_plans, module in zip(plans, interface.attention_modules(model), strict=True)
+        ]
         super().__init__(layers=[*layers])
         self._model, self._kind = weakref.ref(model), f"cache of {len(layers)} layers"
         leave = ExitStack()
@@ -184,7 +185,7 @@ class StreamCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens that all layers have, and those that only some have.
 
-        `ValueError` if any stream cannot, and none does.
+        If any stream cannot, none does: `ValueError`.
         """
         seen = min(stream.length for stream in self._streams)
         if not isinstance(tokens_to_remove, int) or not -seen <= tokens_to_remove <= 0:
@@ -205,7 +206,7 @@ class StreamCache(Cache):
         files.write(path, self._kind, [stream.contents() for stream in self._streams])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
-        """Continue from a file that `save` wrote under the same plans; `ValueError` for any other changes nothing."""
+        """Continue from a file that `save` wrote under the same plans. `ValueError` for others, without a change."""
         model = self._model()
         device = "cpu" if model is None else model.device
         place, restored = "", list[list[Stream]]()
@@ -237,7 +238,7 @@ class StreamCache(Cache):
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    """Refuse a `generate` that passes tokens again: without `use_cache` at every step, with assistants in the first."""
+    """Refuse a `generate` that passes tokens again: without `use_cache` always, with assistants in the first step."""
     if kwargs is None:  # another thread called the model while torch registered the hook
         return
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")

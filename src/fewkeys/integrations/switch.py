@@ -1,7 +1,7 @@
 """Switches the attention implementation in a model's configurations to ours, and back when the last plan ends.
 
-Another thread may switch while a call runs: a mask that the model made still goes to the model's own attention, and
-SDPA reads our mask (`masks.KeyMask`) correctly.
+A call that runs meanwhile in another thread stays correct: a mask that the model made goes to the model's own
+attention, and SDPA reads ours (`masks.KeyMask`).
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,23 @@ from fewkeys.integrations.answers import LOCK, Scope
 from fewkeys.integrations.mpnet import is_mpnet
 
 NAME = "fewkeys"
-"""The name under which the attention function is registered."""
+"""The name of the attention function in transformers' registries."""
 
 
 @dataclass
 class SwitchedConfig:
-    """A configuration, its own implementation, and the scopes that need the switch (None: a cache)."""
+    """A configuration's own implementation, and the scopes that need the switch (None: a cache)."""
 
-    config: Any
     implementation: str | None
     holders: tuple[Scope | None, ...] = ()
 
 
 switched: dict[int, SwitchedConfig] = {}
-"""By the `id` of the configuration."""
+"""By the `id` of the configuration, which `release` keeps alive."""
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration in `model` that names an attention implementation, each once."""
+    """The configurations in `model` that name an attention implementation, each once."""
     from transformers import PreTrainedModel
 
     configs: list[Any] = []
@@ -51,7 +50,7 @@ def hold(configs: list[Any], holder: Scope | None) -> None:
     """Keep these configurations switched until as many calls of `release`."""
     with LOCK:
         for config in configs:
-            entry = switched.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
+            entry = switched.setdefault(id(config), SwitchedConfig(config._attn_implementation))
             if config._attn_implementation != NAME:  # new, or set to another one since
                 entry.implementation = config._attn_implementation
                 config._attn_implementation = {"": NAME}  # of this one, not of nested ones
@@ -72,7 +71,7 @@ def release(configs: list[Any], holder: Scope | None) -> None:
 
 
 def own_implementation(config: Any) -> str | None:
-    """The implementation that a configuration has without us; None: unknown, as in a copy of a switched one."""
+    """The implementation of a configuration without us; None: unknown, as in a copy of a switched one."""
     entry = switched.get(id(config))
     name: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
     return None if name == NAME else name

@@ -1,13 +1,13 @@
 """Translates what models add to softmax attention (caps, sinks, biases, packed rows) into terms that plans support.
 
-A soft cap is the weight function `Softcap`. A bias that depends on distance is a table.
+A soft cap becomes the weight function `Softcap`, and a bias that depends on distance a table.
 
 A learned sink becomes one more key, before all others, with value zero. Rows get one more dimension: query head h holds
 its sink s_h there, the sink key 1 / scale, and all other keys 0. So the sink's score is s_h and no other score changes.
 Every query keeps this key; under a scan it may choose it like any other.
 
-Each sequence packed into one row, as for flash attention, becomes a row of its own, padded at its end. `cu_seq_lens_q`
-holds the place where each begins, and last the number of tokens.
+Sequences packed into one row, as for flash attention, become rows, padded at their ends. `cu_seq_lens_q` holds the
+place where each begins, and last the number of tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +34,16 @@ _HONOURED = {
     *("position_bias", "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window"),
     *("softcap", "token_type_ids", "tokenizer", "use_cache"),
 }
-"""Options of a model's attention calls that are supported, or do not change the output."""
+"""Options of attention calls that are supported, or do not change the output."""
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""The options of packed sequences; only the first is read."""
+"""Options of packed sequences; only the first is read."""
 
 
-def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for an option of the model that is not honoured."""
+def check_honoured(module: nn.Module, options: Mapping[str, Any], has_stream: bool) -> None:
+    """Raise `ValueError` for an option that is not honoured. Streams take no packed sequences."""
     if dropout := options.get("dropout"):
         raise ValueError(f"dropout: expected 0, got {dropout}; call model.eval(), or configure no attention dropout")
-    honoured = _HONOURED if options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
+    honoured = _HONOURED if has_stream or options.get("cu_seq_lens_q") is None else _HONOURED | _PACKED
     for name, value in options.items():
         if name not in honoured and value is not None and value is not False:
             raise ValueError(
@@ -53,7 +53,7 @@ def check_honoured(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def with_sink(inputs: AttentionInputs) -> AttentionInputs:
-    """The same call, its learned sink become a key."""
+    """The same call with its learned sink as a key."""
     if inputs.sink is None:
         return inputs
     query, key = inputs.query, pad(inputs.key, (0, 1, 1, 0))
@@ -74,10 +74,11 @@ def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
     if bias is None:
         return None
     stored: dict[int, Tensor] = vars(bias).setdefault("_fewkeys_tables", {})
-    if offset in stored and not bias.requires_grad:
-        return stored[offset]
-    if not bool(bias.any()) and not bias.requires_grad:
-        return None
+    if not bias.requires_grad:
+        if offset in stored:
+            return stored[offset]
+        if not bool(bias.any()):
+            return None
     by_distance = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
     queries, keys = bias.shape[2:]
     if not by_distance or not 0 <= offset <= max(0, keys - 1):
@@ -111,7 +112,7 @@ def attend(
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
-    """The plan, or those of the key heads, for `with_sink(inputs)`. A window of the layer takes the plan's place."""
+    """The plan, or those of the key heads, for `with_sink(inputs)`. A layer's window takes the plan's place."""
     if inputs.window is not None:
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
@@ -122,7 +123,7 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
 
 
 def window_has_gaps(inputs: AttentionInputs) -> bool:
-    """Whether a layer with a causal window has padding between real keys: its window counts it, that of a plan not."""
+    """Whether a causal window has padding between real keys: the layer's window counts it, a plan's does not."""
     mask = inputs.key_mask if inputs.window is not None and inputs.is_causal else None
     return mask is not None and has_interior_padding(mask)
 
@@ -149,7 +150,7 @@ def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
 
 
 def plain(inputs: AttentionInputs) -> bool:
-    """Whether the call is softmax attention over its keys and nothing else, within a window or not."""
+    """Whether the call is softmax attention over its keys, within a window or not, and nothing else."""
     return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
 
 

@@ -1,4 +1,4 @@
-"""Text to equal sequences of token ids, as a model's own tokenizer makes them."""
+"""Cuts text into equal sequences of token ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 BATCH_TOKENS = 4096
-"""Tokens per batch: they bound the memory of a forward pass."""
+"""Tokens of a batch, which bound the memory of a forward pass."""
 PIECE = 65_536
-"""Characters that are tokenized at once: of a long file, no more than the tokens that are needed."""
+"""Characters that are tokenized at once: a long file is read only as far as needed."""
 
 
 def batches(
@@ -17,8 +17,8 @@ def batches(
 ) -> list[Tensor]:
     """Cut `texts`, joined, into at most `sequences` sequences of exactly `length` tokens: ids (B, length) in batches.
 
-    Each sequence has the special tokens that the tokenizer puts around a text (`[CLS] ... [SEP]`, or a start token).
-    longest: the most positions the model has. `ValueError` if `length` does not fit or the text is too short.
+    Each has the tokenizer's special tokens around a text (`[CLS] ... [SEP]`, or a start token). longest: the model's
+    positions. `ValueError` if `length` does not fit or the text is too short.
     """
     if longest is not None and length > longest:
         raise ValueError(f"length: expected at most the model's {longest} positions, got {length}; choose fewer")
@@ -41,7 +41,7 @@ def batches(
 
 
 def positions(model: Any) -> int | None:
-    """The longest sequence that `model` takes, None if unknown. Positions for padding (RoBERTa) do not count."""
+    """The longest sequence that `model` takes, if known. Positions for padding (RoBERTa) do not count."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         return None
@@ -61,7 +61,7 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
-    """Tokens of the texts without special ones, `enough` or all of them."""
+    """All tokens of the texts, or at least `enough`, without special ones."""
     tokens: list[int] = []
     for text in texts:
         start = 0

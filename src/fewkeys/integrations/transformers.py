@@ -49,21 +49,21 @@ def apply(
     Args:
         model: a transformers model or a part of one (`model.encoder`), or a module around one (SentenceTransformer,
             peft, compiled, distributed). docs/families.md lists model families.
-        plan: one plan, or one for each attention layer as a sequence or a mapping from layer index. The plan of a layer
+        plan: one plan, or one for each attention layer, as a sequence or a mapping from layer index. That of a layer
             may be a sequence with one for each key head, as in a `ModelPlan`.
         impl, generator: as in `fewkeys.attention`. With `impl="auto"`, the model's own SDPA answers calls for which
             exact attention is expected to be faster; `plan.never_exact()` always runs.
-        max_error: as in `fewkeys.attention`, for each layer by itself. `fallbacks` of the result counts the heads that
-            were answered exactly. Decoded tokens are answered exactly.
+        max_error: as in `fewkeys.attention`, for each layer by itself; `fallbacks` of the result counts. Decoded tokens
+            are answered exactly.
 
-    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` work as in the model. The
-    plan sees the keys of one call: a causal plan selects again for each decoded token. Layers whose own attention is a
-    sliding window keep that window; a sequence of plans may leave them out. A soft cap of scores (Gemma 2), a learned
-    sink (gpt-oss) and a bias that depends on distance (T5, MPNet) are kept (`fewkeys.integrations.terms`).
+    Grouped queries, padding (2-D attention_mask), prefill, and decoding with `DynamicCache` work as in the model. A
+    causal plan selects again for each decoded token. Layers with a sliding window keep it; a sequence of plans may
+    leave them out. Soft caps of scores (Gemma 2), learned sinks (gpt-oss) and biases that depend on distance (T5,
+    MPNet) are kept (`fewkeys.integrations.terms`).
 
-    Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio).
-    Without `with`, it acts in every thread, and in copies of the model, also in other processes. The innermost of
-    nested plans answers. docs/serving.md has examples.
+    Entered by `with`, the plan acts only in the current context (`contextvars`: this thread, this task of asyncio);
+    else in every thread, and in copies of the model, also in other processes. The innermost of nested plans answers.
+    docs/serving.md has examples.
 
     Raises:
         TypeError: a `model` or `plan` of another kind.
@@ -77,7 +77,7 @@ def apply(
     if isinstance(plan, ModelPlan):
         check_same_weights(plan, [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan])
     limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
-    guards = () if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
+    guards = tuple(limit and Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     check_generator(generator)
     return Applied(model, ByPlan(plans, impl, generator, guards))
@@ -95,7 +95,7 @@ class Applied(attach):
     @property
     def fallbacks(self) -> tuple[Fallbacks, ...]:
         """For each layer, how often `max_error` made it answer exactly, so far. Empty without `max_error`."""
-        return tuple(guard.fallbacks for guard in self._guards)
+        return tuple(guard.fallbacks for guard in self._guards if guard is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +105,10 @@ class ByPlan:
     plans: tuple[LayerPlan | None, ...]
     impl: Impl
     generator: torch.Generator | None
-    guards: tuple[Guard, ...]
+    guards: tuple[Guard | None, ...]
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None:
-        plan, guard = self.plans[layer], self.guards[layer] if self.guards else None
+        plan, guard = self.plans[layer], self.guards[layer]
         if inputs.window is not None:
             plan, guard = Plan(Window(inputs.window), exact_if_faster=True), None
         if plan is None:
@@ -125,7 +125,7 @@ class ByPlan:
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
-    """The plan of each layer; None for a layer with a window of its own, if all of these were left out."""
+    """The plan of each layer; None for layers with a window of their own, where all of these were left out."""
     layers = len(modules)
     if isinstance(plan, Plan):
         return [plan] * layers
@@ -139,11 +139,13 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
         for head_plan in layer_plan if isinstance(layer_plan, Sequence) else (layer_plan,):
             if not isinstance(head_plan, Plan):
                 raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(head_plan).__name__}")
+    if len(plan) == layers:
+        return [*plan]
     no_window = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
-    if len(plan) not in (layers, len(no_window)):
+    if len(plan) != len(no_window):
         also = "" if len(no_window) == layers else f", or of the {len(no_window)} that see every key"
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plan)}")
-    plan_of = dict(zip(no_window if len(plan) < layers else range(layers), plan, strict=True))
+    plan_of = dict(zip(no_window, plan, strict=True))
     return [plan_of.get(layer) for layer in range(layers)]
 
 
