@@ -312,6 +312,8 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=forgets.keep, rest=forgets.rest, is_causal=True))
     scan = fk.KeyScan(3)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=scan, is_causal=True))
+    flag = "is_causal: expected True or False"
+    raises(TypeError, flag, lambda: fkd.attention(q, k, v, keep=scan, is_causal="False"))
     cohorts = fk.Outliers(3, 2, cohorts=2) | fk.Window(3)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=cohorts))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))

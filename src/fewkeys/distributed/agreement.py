@@ -9,14 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fewkeys.core.precision import working
-from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.distributed.communicator import Communicator
 
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """Send errors of this rank's checks, which run inside, to the ranks that wait for a header."""
+    """Send errors of this rank's checks, made inside, to the ranks that wait for a header."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -48,14 +46,6 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
                     f"{name}: expected the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
                 )
     return [record["different"] for record in records]
-
-
-def check_shard(comm: Communicator, key: Tensor) -> Tensor:
-    """This rank's checked keys, maybe none, in working precision and without gradient."""
-    checked = check_tensor("key", occupied(key))
-    comm.check_device("key", checked)
-    check_finite(key=checked)
-    return working(key).detach()
 
 
 def occupied(tensor: object) -> object:

@@ -42,14 +42,14 @@ def check_scan(plan: Plan) -> None:
 def attend(inputs: Inputs, plan: Plan, asked: Sequence[int], comm: Communicator) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries. `asked`: the number of queries on each rank.
 
-    A rank sends its queries, `B Hq Nq D` numbers, and for each query of all ranks 8 bytes a chosen key and `2 Dv`
-    numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
+    A rank sends its queries, and for each query of all ranks 8 bytes a chosen key and `2 Dv` numbers.
+    Cost O(sum Nq (N_local W + count (D + Dv))).
     """
     x, place = inputs, inputs.whole
     gathered = gather(x.query, max(1, *asked), comm)
     query = torch.cat([of_rank[:, :, :count] for of_rank, count in zip(gathered, asked, strict=True)], 2)
-    nothing = x.key.detach()[:1, :1, :0].sum()
-    key, value = (nothing.expand(x.batch, x.kv_heads, place.keys, dim) for dim in (x.head_dim, x.value_dim))
+    zero = x.key.new_zeros(())
+    key, value = (zero.expand(x.batch, x.kv_heads, place.keys, dim) for dim in (x.head_dim, x.value_dim))
     whole = Inputs(query.detach(), key, value, x.scale, x.is_causal)
     local = slice(place.first_query, place.first_query + x.queries)
     shard = _Shard(whole, working(x.key), working(x.value), place.first_key, local)
