@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fewkeys.core.validation import check_real
 
-TIMEOUT = 60.0
-"""Seconds that a rank waits for the others by default."""
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
 
@@ -39,7 +37,7 @@ class Communicator:
         TypeError, ValueError: `group` is no process group with this process in it; `timeout` is not a positive number.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
         self.timeout = check_real("timeout", timeout, above=0.0)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(

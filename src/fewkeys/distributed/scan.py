@@ -131,7 +131,7 @@ class _Shard:
 
 
 def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The keys of this rank that queries choose, (B, Hq, N, K), and the places of those of all ranks; -1 for none."""
+    """The keys that queries choose, (B, Hq, N, .): this rank's own, negative for none, and the places of all."""
     x, seen = shard.whole, before_block(shard.whole)
     first_block = OverRanks(comm).rows(shard.key[:, :, : max(0, BLOCK - shard.first)])
     codes = encode(shard.key, Frame.of(first_block))
@@ -148,6 +148,6 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
     of_all = torch.cat(offered).movedim(0, 3)
     kept = marked_largest(of_all[..., 0], count) & (of_all[..., 0] > NONE)
+    places = of_all[..., 1].masked_fill(~kept, -1).long()
     before = sum(len(part) for part in offered[: comm.rank])
-    is_local = kept[..., before : before + index.shape[-1]]
-    return index.masked_fill(~is_local, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
+    return places[..., before : before + index.shape[-1]] - shard.first, places

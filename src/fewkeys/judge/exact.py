@@ -1,6 +1,6 @@
 """Exact attention, the reference for every plan of a comparison: `W = softmax(scale * query key^T)`, output `W value`.
 
-W (n x n) exists for one block of sequences and heads at a time, and is shared by all plans.
+W (n x n) exists for one block of sequences and heads at a time, and serves all plans.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ TIMED = 2**25
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Block(AttentionInputs):
-    """A part of an attention call, without padding: its query heads `heads`, its sequences from `sequence` on."""
+    """A part of an attention call, without padding: the query heads `heads`, sequences from `sequence` on."""
 
     heads: slice
     sequence: int
 
     @property
     def bias(self) -> Tensor | None:
-        """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
+        """The distance bias (H, N, Nk) of the scores, in float32."""
         if self.distance_bias is None:
             return None
         last = self.query_offset + self.query.shape[2]
@@ -39,15 +39,15 @@ class Block(AttentionInputs):
 
     @property
     def past(self) -> Tensor:
-        """(N, Nk) marks the keys that a causal query sees."""
+        """(N, Nk): the keys that a causal query sees."""
         size = (self.query.shape[2], self.key.shape[2])
         return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), the number `visible` (N,) of keys
-    that a query sees, and `heavy` (B, H, N, Nk): the weights >= eps.
+    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,), the number of keys
+    that a query sees, and `heavy` (B, H, N, Nk): weights >= eps.
     """
 
     weights: Tensor
@@ -57,7 +57,7 @@ class Exact:
 
 
 def first_sequence(call: AttentionInputs) -> Block:
-    """The first sequence of a call that has tokens, with as many heads as have `TIMED` entries of W at most."""
+    """The first sequence of a call that has tokens, with as many heads as fit into `TIMED` entries of W."""
     entries = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
     return next(blocks(call, min(entries, TIMED)))
 

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-# Quantiles come from a histogram of log10(error): 12 decades in 16,384 bins, so a bin is 0.17 percent wide.
+# The histogram of log10(error): 12 decades in 16,384 bins of 0.17 percent.
 _LOW, _HIGH, _BINS = -8.0, 4.0, 16_384
 
 
 class Tally:
     """Totals over the queries of one plan, (layers, heads), float64: the number `queries`, the sums of `error`, `mass`
-    and `slots`, and the numbers of `heavy` entries and of the kept ones, `heavy_kept`.
+    and `slots`, and the numbers of `heavy` entries and of those kept.
     """
 
     def __init__(self, layers: int, heads: int) -> None:
