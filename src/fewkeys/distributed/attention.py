@@ -44,18 +44,15 @@ def attention(
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys and offers its best; all ranks cut the union to the budget; the keys and values that
-    are left are gathered; local queries attend to them. A collective: arguments other than tensors are the same on
-    every rank.
+    are left are gathered; local queries attend to them. A collective: only tensors differ between ranks.
 
     Args:
         query: (B, Hq, Nq_local, D), this rank's queries; Nq_local may be 0.
-        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
-            ranks and be 0 on some. Hq is a multiple of Hkv.
+        key: (B, Hkv, N_local, D), as in `leverage_scores`. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone. Or `Outliers`, with or without a
-            `Window`. Or `KeyScan`: every rank scans its keys for the queries of all ranks, so it sends more bytes the
-            more queries there are.
-        rest: `Drop()`, the default; or `ClusterMeans` beside `Outliers`, or `BlockMeans` beside `KeyScan`.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone; or `Outliers`, with or without a
+            `Window`; or `KeyScan`, for which bytes sent grow with the number of queries.
+        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks. Needs `KeyScan` and as many queries as keys on every
             rank.
@@ -67,8 +64,8 @@ def attention(
         most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit of the precision,
         float32 or better.
 
-        Gradients flow to the queries here and to the kept keys and values on the ranks that own them, as in one process
-        from the sum of all ranks' losses. The backward pass is a collective, too.
+        Gradients of the sum of all ranks' losses flow to these queries, and to kept keys and values on the ranks that
+        own them. The backward pass is a collective, too.
 
         Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
         scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy

@@ -29,12 +29,12 @@ class Communicator:
     Attributes:
         rank, size: this process's number in the group, and the number of processes in it.
         bytes_sent: payload bytes that this rank has sent, as ring algorithms send them: `(size - 1) m` for an
-            all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size` for an all-reduce of m bytes.
-            Headers and the backward pass count. All ranks count alike.
+            all-gather of m bytes a rank, with padding, `2 m (size - 1) / size` for an all-reduce of m bytes. Headers
+            and the backward pass count. All ranks count alike.
 
     Raises:
-        RuntimeError: torch was built without torch.distributed, or no process group was initialised.
-        TypeError, ValueError: `group` is no process group with this process in it; `timeout` is not a positive number.
+        RuntimeError: torch has no torch.distributed, or no process group was initialised.
+        TypeError, ValueError: `group` is no process group with this process in it, or `timeout` no positive number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
@@ -71,7 +71,7 @@ class Communicator:
             )
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The entrywise sum or maximum of all ranks' tensors of one shape and dtype: the same new bits on all ranks."""
+        """The entrywise sum or maximum of all ranks' tensors of one shape and dtype, in the same bits on all ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         kind = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         self._run("all-reduce", result, lambda timeout: self.group.allreduce([result], kind, timeout=timeout))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch may be built without it
 def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None) -> Tensor:
     """The scores of this rank's keys among the keys of all ranks.
 
-    A collective: every rank of the group calls it with the same arguments, apart from `key`.
+    A collective: all ranks of the group call it, with the same arguments apart from `key`.
 
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
@@ -33,11 +33,11 @@ def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Co
         group: a process group, or a `Communicator`, which sets the timeout and counts bytes; None: the default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Relative to those of one
-        process, scores of power 2 differ by a few `D u kappa^2`, u = 1e-16, kappa the condition number of the keys with
-        columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few `D 6e-8 kappa^2`.)
-        Lewis weights magnify the difference by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers differ
-        by at most 1e-6: their bound counts only where its own rounding is below that.
+        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores of power 2 differ
+        from those of one process by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition number of
+        the keys with columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few
+        `D 6e-8 kappa^2`.) Lewis weights magnify this by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers
+        differ by at most 1e-6.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
         `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials.

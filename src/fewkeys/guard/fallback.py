@@ -87,18 +87,13 @@ class Guard:
         if inputs.bias is not None:  # heads with different tables cannot become sequences of one head
             return torch.where(failed[..., None, None], exact.attend(inputs, weights), output)
         sequence, head = failed.nonzero(as_tuple=True)
-        answer = exact.attend(_single_heads(inputs, sequence, head), weights)
-        return output.index_put((sequence, head), answer.squeeze(1))
-
-
-def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:
-    """The query heads `head` (M,) of the sequences `sequence` (M,), as M sequences of one head."""
-    key_head = head // inputs.gqa_ratio
-    return replace(
-        inputs,
-        query=inputs.query[sequence, head].unsqueeze(1),
-        key=inputs.key[sequence, key_head].unsqueeze(1),
-        value=inputs.value[sequence, key_head].unsqueeze(1),
-        valid=None if inputs.valid is None else inputs.valid[sequence],
-        _memory={},
-    )
+        key_head = head // inputs.gqa_ratio
+        alone = replace(  # sequences of one head
+            inputs,
+            query=inputs.query[sequence, head].unsqueeze(1),
+            key=inputs.key[sequence, key_head].unsqueeze(1),
+            value=inputs.value[sequence, key_head].unsqueeze(1),
+            valid=None if inputs.valid is None else inputs.valid[sequence],
+            _memory={},
+        )
+        return output.index_put((sequence, head), exact.attend(alone, weights).squeeze(1))

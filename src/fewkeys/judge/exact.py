@@ -46,13 +46,10 @@ class Block(AttentionInputs):
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,), the number of keys
-    that a query sees, and `heavy` (B, H, N, Nk): weights >= eps.
-    """
+    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `heavy`: weights >= eps."""
 
     weights: Tensor
     output: Tensor
-    visible: Tensor
     heavy: Tensor
 
 
@@ -100,17 +97,14 @@ def exact(block: Block, eps: float) -> Exact:
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
     if (bias := block.bias) is not None:
         weights += bias
-    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
     if block.is_causal:
-        past = block.past
-        weights.masked_fill_(~past, -torch.inf)
-        visible = past.sum(-1)
+        weights.masked_fill_(~block.past, -torch.inf)
     weights = weights.softmax(-1)
-    return Exact(weights, weights @ value, visible, weights >= eps)
+    return Exact(weights, weights @ value, weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight on the kept keys and their number, both (B, H, N)."""
+    """The weight on kept keys and their number, both (B, H, N)."""
     mass, count = torch.empty(2, *edges.shape[:3], dtype=weights.dtype, device=weights.device)
     for place in product(*map(range, edges.shape[:2])):  # one head at a time stays in cache
         flags = edges[place].to(weights.dtype)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.call import attention
 from fewkeys.core.clock import clock
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, visible
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import full_precision
@@ -111,7 +111,8 @@ def judge_block(
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     mass, slots = kept_mass(truth.weights, edges)
     # A head that keeps every key has no stand-ins to pay for.
-    slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    seen = visible(inputs, 0, inputs.queries).sum(-1)
+    slots += price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
     errors = relative_error(output, truth.output)
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:
