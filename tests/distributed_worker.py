@@ -319,6 +319,9 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
     raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.Moments()))
+    # Its statistics would be those of a shard alone.
+    of_shard = "rest: expected Drop() or ClusterMeans, got Moments()"
+    raises(ValueError, of_shard, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2), rest=fk.rest.Moments()))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=NORM))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))

@@ -25,7 +25,7 @@ from fewkeys.distributed.totals import gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest.base import StandIns
+from fewkeys.rest import ClusterMeans, Drop
 from fewkeys.select import Outliers, Window
 from fewkeys.sketch.cohorts import cohorts
 
@@ -33,7 +33,11 @@ from fewkeys.sketch.cohorts import cohorts
 def lists(plan: Plan) -> Outliers | None:
     """The plan's `Outliers`, alone or beside windows; else None."""
     rules = [part for part in plan.parts if not isinstance(part, Window)]
-    return rules[0] if len(rules) == 1 and isinstance(rules[0], Outliers) else None
+    if len(rules) != 1 or not isinstance(rules[0], Outliers):
+        return None
+    if not isinstance(plan.rest, ClusterMeans | Drop):
+        raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
+    return rules[0]
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
@@ -51,9 +55,9 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     index = kept.index.unflatten(1, heads)
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
     local_lists = cohort.lists(index, used.view(index.shape))
-    stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
-    if stand_ins is not None and not isinstance(stand_ins, StandIns):
-        raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
+    stand_ins = None
+    if isinstance(plan.rest, ClusterMeans):
+        stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
     left, right = reach or (0, 0)
     rows = labelled = torch.cat([working(x.key), working(x.value)], -1)
     heavy = kept.gathered(rows, comm)
