@@ -3,7 +3,7 @@
 A collective on tensors of different shapes hangs or mixes up numbers. Here every rank raises the same error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -24,12 +24,12 @@ def checking(comm: Communicator, call: str) -> Iterator[None]:
         raise
 
 
-def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: object = None) -> list[Any]:
+def agree(comm: Communicator, call: str, same: dict[str, Any], different: object = None) -> list[Any]:
     """The `different` of every rank, a JSON value each.
 
     All ranks raise `RuntimeError` where calls differ, `ValueError` where `same` differs or a rank refused arguments.
     """
-    records = comm.exchange({"call": call, "same": dict(same), "different": different})
+    records = comm.exchange({"call": call, "same": same, "different": different})
     for rank, record in enumerate(records):
         if record["call"] != call:
             raise RuntimeError(

@@ -5,8 +5,7 @@ Of other ranks' keys, scores need the Gram matrix alone, a sum over keys: D x D 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch.distributed as dist
 from torch import Tensor
 
 from fewkeys.core.precision import working
@@ -17,11 +16,10 @@ from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
 
-
-def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None) -> Tensor:
+def leverage_scores(
+    key: Tensor, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
+) -> Tensor:
     """The scores of this rank's keys among the keys of all ranks.
 
     A collective: all ranks of the group call it, with the same arguments apart from `key`.
@@ -54,7 +52,7 @@ def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Co
 
 
 def universal_set(
-    key: Tensor, eps: float, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None
+    key: Tensor, eps: float, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
 ) -> Tensor:
     """The keys of this rank that belong to the universal set of all ranks' keys. A collective.
 
@@ -76,7 +74,7 @@ def universal_set(
 
 
 def _bounds(
-    call: str, key: Tensor, power: float, group: ProcessGroup | Communicator | None, **shares: float
+    call: str, key: Tensor, power: float, group: dist.ProcessGroup | Communicator | None, **shares: float
 ) -> tuple[Tensor, Tensor]:
     """This rank's keys, and their scores before rounding, once all ranks agree on the arguments of `call`."""
     comm = communicator(group)
@@ -91,6 +89,6 @@ def _bounds(
 
 
 def described(key: Tensor) -> dict[str, object]:
-    """What ranks must agree on about their shards of the keys."""
+    """What ranks must agree on about their keys."""
     batch, heads, _, size = key.shape
     return {"key (batch, heads, dim)": [batch, heads, size], "key dtype": str(key.dtype), "key device": key.device.type}

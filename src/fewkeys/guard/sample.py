@@ -50,7 +50,7 @@ class QuerySample:
 
     @property
     def count(self) -> Tensor:
-        """(B,) the real queries of each sequence."""
+        """(B,): the real queries of each sequence."""
         return self.size.sum(-1)
 
     def mean(self, errors: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class QuerySample:
         about `GROUP` strata: on average at least the true variance if the strata of a group have one length (Cochran:
         `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
         `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, K the group's third k-statistic: right on
-        average for errors in random order. A stratum that is drawn whole adds nothing.
+        average for errors in random order.
 
         heads: (Hq,) their numbers in the model.
         """
@@ -90,7 +90,7 @@ class QuerySample:
 
     @property
     def _weight(self) -> Tensor:
-        """(B, m) the share of each stratum in its sequence's queries, in float64."""
+        """(B, m), float64: the share of each stratum in its sequence's queries."""
         return self.size.double() / self.count.clamp_min(1).unsqueeze(-1)
 
     def _drawn_errors(self, errors: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def draw(inputs: Inputs, places: Tensor) -> QuerySample:
 
 
 def _real_queries(inputs: Inputs) -> Tensor:
-    """(B, Nq) marks the queries that belong to a real token and see at least one key."""
+    """(B, Nq): the queries of real tokens that see a key."""
     x = inputs
     if x.valid is None:
         return torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)

@@ -15,8 +15,8 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
 
 BLOCK = 2**22
-"""Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, page by page, which takes as
-long as the arithmetic.
+"""Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, which takes as long as the
+arithmetic.
 """
 TIMED = 2**25
 """The most entries of W that plans are timed on: oracles store them."""
@@ -24,7 +24,7 @@ TIMED = 2**25
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Block(AttentionInputs):
-    """A part of an attention call, without padding: the query heads `heads`, sequences from `sequence` on."""
+    """A part of an attention call without padding: the query heads `heads`, sequences from `sequence` on."""
 
     heads: slice
     sequence: int
@@ -84,7 +84,7 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
             k, v = k[:, :, real], v[:, :, real]
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
-            query_heads = slice(h * group, min((h + heads) * group, query.shape[1]))
+            query_heads = slice(h * group, (h + heads) * group)
             arguments = (q[:, query_heads], k[:, part], v[:, part], call.scale, call.is_causal)
             bias = None if call.distance_bias is None else call.distance_bias[query_heads]
             yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads, sequence=b)
