@@ -24,7 +24,7 @@ class Communicator:
 
     Args:
         group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group.
-        timeout: seconds to wait for the other ranks in one collective; longer than the longest delay between ranks.
+        timeout: seconds that a collective waits for the other ranks; longer than the longest delay between ranks.
 
     Attributes:
         rank, size: this process's number in the group, and the number of processes in it.
@@ -71,7 +71,7 @@ class Communicator:
             )
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The entrywise sum or maximum of all ranks' tensors of one shape and dtype, in the same bits on all ranks."""
+        """The sum or maximum of all ranks' tensors of one shape and dtype, in the same bits on all ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         kind = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         self._run("all-reduce", result, lambda timeout: self.group.allreduce([result], kind, timeout=timeout))
@@ -102,7 +102,7 @@ class Communicator:
         text = json.dumps(record).encode()
         # Spaces up to a round length: the digits of a token count must not show in the bytes sent.
         text = text.ljust(-(-len(text) // RECORD) * RECORD)
-        rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        rows = torch.tensor([*text], dtype=torch.uint8, device=device)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather_rows(rows)]
 
     def _run(self, what: str, tensor: Tensor, launch: Callable[[timedelta], dist.Work]) -> None:

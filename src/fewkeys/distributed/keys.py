@@ -32,10 +32,9 @@ def leverage_scores(
 
     Returns:
         (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores of power 2 differ
-        from those of one process by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition number of
-        the keys with columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few
-        `D 6e-8 kappa^2`.) Lewis weights magnify this by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers
-        differ by at most 1e-6.
+        from those of one process in float64 by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition
+        number of the keys with columns of equal norm. Lewis weights magnify this by at most `2 / p` for p <= 2 and
+        `p / 2` for p > 2. Tensor powers differ by at most 1e-6.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
         `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials.

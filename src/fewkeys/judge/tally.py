@@ -29,9 +29,9 @@ class Tally:
         bins = (errors.double().clamp_min(10.0**_LOW).log10() - _LOW) * (_BINS / (_HIGH - _LOW))
         self.histogram += torch.bincount(bins.long().clamp(0, _BINS - 1).flatten().cpu(), minlength=_BINS)
 
-    def means(self) -> dict[str, Tensor]:
-        """Means over queries, per layer and head (L, H)."""
-        return {name: getattr(self, name) / self.queries for name in ("error", "mass", "slots")}
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean error, mass and slots of queries, per layer and head (L, H)."""
+        return self.error / self.queries, self.mass / self.queries, self.slots / self.queries
 
     def quantile(self, q: float) -> float:
         """The error that a share `q` of all queries does not exceed; 0 below 1e-8, where float32 ends."""
