@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
+from fewkeys.core.graph import visible
 
 BLOCK = 2**22
 """Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, which takes as long as the
@@ -28,20 +28,6 @@ class Block(AttentionInputs):
 
     heads: slice
     sequence: int
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The distance bias (H, N, Nk) of the scores, in float32."""
-        if self.distance_bias is None:
-            return None
-        last = self.query_offset + self.query.shape[2]
-        return DistanceBias(self.distance_bias.float()).of(self.query_offset, last, self.key.shape[2])
-
-    @property
-    def past(self) -> Tensor:
-        """(N, Nk): the keys that a causal query sees."""
-        size = (self.query.shape[2], self.key.shape[2])
-        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
 
 
 @dataclass(frozen=True)
@@ -92,13 +78,13 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
 
 def exact(block: Block, eps: float) -> Exact:
     """Weights, output and heavy entries of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
-    group = block.query.shape[1] // block.key.shape[1]
-    key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
-    weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
-    if (bias := block.bias) is not None:
-        weights += bias
-    if block.is_causal:
-        weights.masked_fill_(~block.past, -torch.inf)
+    x = block.checked()
+    key, value = (rows.float().repeat_interleave(x.gqa_ratio, 1) for rows in (x.key, x.value))
+    weights = x.query.float() @ (key * x.scale).mT
+    if x.bias is not None:
+        weights += x.bias.of(x.offset, x.offset + x.queries, x.keys)
+    if x.is_causal:
+        weights.masked_fill_(~visible(x, 0, x.queries), -torch.inf)
     weights = weights.softmax(-1)
     return Exact(weights, weights @ value, weights >= eps)
 

@@ -148,8 +148,9 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 def _mask(block: Block) -> Tensor | None:
     """The mask that a model makes once for all layers: distance biases, and causality if queries are offset."""
-    if (bias := block.bias) is not None:
-        bias = bias.to(block.query.dtype)
-        return bias.masked_fill(~block.past, -torch.inf) if block.is_causal else bias
+    x = block.checked()
+    seen = visible(x, 0, x.queries)
+    if x.bias is not None:
+        return x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype).masked_fill(~seen, -torch.inf)
     # The fused causal kernel requires that query 0 stands at key 0.
-    return block.past if block.is_causal and block.query_offset else None
+    return seen if x.is_causal and x.offset else None
