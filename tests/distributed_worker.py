@@ -312,11 +312,16 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=forgets.keep, rest=forgets.rest, is_causal=True))
     scan = fk.KeyScan(3)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=scan, is_causal=True))
+    flag = "is_causal: expected True or False"
+    raises(TypeError, flag, lambda: fkd.attention(q, k, v, keep=scan, is_causal="False"))
     cohorts = fk.Outliers(3, 2, cohorts=2) | fk.Window(3)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=cohorts))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
     raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.Moments()))
+    # Its statistics would be those of a shard alone.
+    of_shard = "rest: expected Drop() or ClusterMeans, got Moments()"
+    raises(ValueError, of_shard, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2), rest=fk.rest.Moments()))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=NORM))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))

@@ -1,6 +1,6 @@
 """Keys split over the ranks of a `torch.distributed` process group (gloo on CPU, nccl on GPU), as torchrun starts them.
 
-Importing needs no process group. The functions are collectives: every rank of the group makes the same calls.
+Importing needs no process group. The functions are collectives: all ranks of the group make the same calls.
 """
 
 from fewkeys.core.rooms import public_names

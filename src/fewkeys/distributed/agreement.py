@@ -3,20 +3,18 @@
 A collective on tensors of different shapes hangs or mixes up numbers. Here every rank raises the same error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
 
-from fewkeys.core.precision import working
-from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.distributed.communicator import Communicator
 
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """Send errors of this rank's checks, which run inside, to the ranks that wait for a header."""
+    """Send errors of this rank's checks, made inside, to the ranks that wait for a header."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -26,12 +24,12 @@ def checking(comm: Communicator, call: str) -> Iterator[None]:
         raise
 
 
-def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: object = None) -> list[Any]:
+def agree(comm: Communicator, call: str, same: dict[str, Any], different: object = None) -> list[Any]:
     """The `different` of every rank, a JSON value each.
 
     All ranks raise `RuntimeError` where calls differ, `ValueError` where `same` differs or a rank refused arguments.
     """
-    records = comm.exchange({"call": call, "same": dict(same), "different": different})
+    records = comm.exchange({"call": call, "same": same, "different": different})
     for rank, record in enumerate(records):
         if record["call"] != call:
             raise RuntimeError(
@@ -48,14 +46,6 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: obj
                     f"{name}: expected the same on every rank, got {first} on rank 0 and {value} on rank {rank}"
                 )
     return [record["different"] for record in records]
-
-
-def check_shard(comm: Communicator, key: Tensor) -> Tensor:
-    """This rank's checked keys, maybe none, in working precision and without gradient."""
-    checked = check_tensor("key", occupied(key))
-    comm.check_device("key", checked)
-    check_finite(key=checked)
-    return working(key).detach()
 
 
 def occupied(tensor: object) -> object:

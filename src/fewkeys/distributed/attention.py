@@ -19,7 +19,7 @@ from fewkeys.distributed.agreement import agree, check_tokens, checking, occupie
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import KeptKeys, select
-from fewkeys.distributed.totals import OverRanks, gather, no_output
+from fewkeys.distributed.totals import OverRanks, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -44,31 +44,28 @@ def attention(
     """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys and offers its best; all ranks cut the union to the budget; the keys and values that
-    are left are gathered; local queries attend to them. A collective, with the same arguments on every rank apart from
-    the tensors.
+    are left are gathered; local queries attend to them. A collective: only tensors differ between ranks.
 
     Args:
-        query: (B, Hq, Nq_local, D), this rank's queries, any number of them, also 0.
-        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards in rank order; N_local may differ between
-            ranks and be 0 on some. Hq is a multiple of Hkv.
+        query: (B, Hq, Nq_local, D), this rank's queries; Nq_local may be 0.
+        key: (B, Hkv, N_local, D), as in `leverage_scores`. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys`, drawn with seed 0, alone. Or `Outliers`, with or without a
-            `Window`. Or `KeyScan`: every rank scans its keys for the queries of all ranks, so what it sends grows
-            with their number.
-        rest: `Drop()`, the default; or `ClusterMeans` beside `Outliers`, or `BlockMeans` beside `KeyScan`.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone; or `Outliers`, with or without a
+            `Window`; or `KeyScan`, for which bytes sent grow with the number of queries.
+        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
-        is_causal: a query sees the tokens before it on all ranks; for `KeyScan` alone, with as many queries as keys on
-            every rank.
+        is_causal: a query sees the tokens before it on all ranks. Needs `KeyScan` and as many queries as keys on every
+            rank.
         group: as in `leverage_scores`.
 
     Returns:
         (B, Hq, Nq_local, Dv) in the input's dtype. The same keys are kept as in one process, unless scores at the cut
-        lie within rounding of each other (see `leverage_scores`); then outputs differ by the rounding of sums in
-        another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit
-        of the precision, float32 or better.
+        lie within rounding of each other (see `leverage_scores`). Outputs then differ only by the order of sums: at
+        most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit of the precision,
+        float32 or better.
 
-        Gradients flow to the queries here and to the kept keys and values on the ranks that own them: those of one
-        process on the sum of all ranks' losses. The backward pass is a collective too.
+        Gradients of the sum of all ranks' losses flow to these queries, and to kept keys and values on the ranks that
+        own them. The backward pass is a collective, too.
 
         Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
         scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
@@ -76,9 +73,8 @@ def attention(
         O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
-        TypeError, ValueError: on every rank, for malformed arguments of one, for arguments that differ, and for a
-            selector or rest that does not work over ranks.
-        RuntimeError: as `leverage_scores`.
+        TypeError, ValueError, RuntimeError: as `leverage_scores`, and for a selector or rest that does not work over
+            ranks.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
     """
@@ -93,7 +89,7 @@ def attention(
                 "fewkeys.budget(slots, is_causal=True)"
             )
         rule = None if plan.scanned else cohorts.lists(plan) or _rule(plan)
-        inputs = _check(comm, query, key, value, scale)
+        inputs = _check(comm, query, key, value, is_causal, scale)
         if (is_causal or cohorts.band(plan)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
@@ -116,7 +112,6 @@ def attention(
         inputs,
         query=_wanting(inputs.query, any(wanted) and plan.scanned > 0),
         key=_wanting(inputs.key, any(wanted)),
-        is_causal=is_causal,
         shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
     )
     if rule is None:
@@ -129,7 +124,7 @@ def attention(
 
 
 def _rule(plan: Plan) -> Sharded:
-    """How the only part of a plan scores keys."""
+    """The rule of a plan with one part, which scores keys."""
     rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
     if rule is None:
         raise ValueError(
@@ -141,32 +136,32 @@ def _rule(plan: Plan) -> Sharded:
     return rule
 
 
-def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
+def _check(
+    comm: Communicator, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> Inputs:
     """The problem of this rank, which may have no queries or no keys."""
     have_tokens = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
     if have_tokens and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
-    inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
+    inputs = check_inputs(occupied(query), occupied(key), occupied(value), is_causal=is_causal, scale=scale)
     comm.check_device("key", inputs.key)
-    # After the checks: the tensors themselves, which may be empty, so that gradients flow.
+    # The tensors themselves, which may be empty, so that gradients flow.
     return replace(inputs, query=query, key=key, value=value)
 
 
 def _wanting(rows: Tensor, wanted: bool) -> Tensor:
-    """Rows with gradients, if any rank wants some: every rank takes part in the backward pass."""
+    """Rows with gradients if any rank wants some: every rank takes part in the backward pass."""
     return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
 
 
 def _attend(inputs: Inputs, kept: KeptKeys, weights: Weights, comm: Communicator) -> Tensor:
     """The output of this rank's queries over the kept keys of all ranks."""
-    rows = torch.cat([inputs.key, inputs.value], -1).take_along_dim(kept.index.unsqueeze(-1), 2)
-    rows = gather(rows, kept.width, comm).movedim(0, 2).flatten(2, 3)
+    rows = kept.gathered(torch.cat([inputs.key, inputs.value], -1), comm)
     if not inputs.queries:
         return no_output(inputs, [rows])
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
-    used = (torch.arange(kept.width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)).flatten(2)
     # In order of position, as one process lists them.
-    index = marked_places(used, least=1)
+    index = marked_places(kept.used, least=1)
     gathered = Inputs(inputs.query, key, value, inputs.scale)
-    columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
+    columns = Columns.shared(index, kept.used.gather(-1, index), inputs.queries)
     return dispatch.attend(Problem(gathered, Graph(gathered, columns=columns), None, weights)).to(inputs.query.dtype)

@@ -5,7 +5,7 @@
     stand-ins   sums over ranks (`fewkeys.core.totals`)
     window      the nearest keys of the neighbouring shards, with their clusters, gathered
 
-Each rank then attends to its own, the neighbouring and all kept keys, as one process does.
+Each rank then attends to its own, the neighbouring and all kept keys.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,26 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import marked_places, take
+from fewkeys.core.rows import marked_places
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.selection import KeptKeys, best
 from fewkeys.distributed.totals import gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest.base import StandIns
+from fewkeys.rest import ClusterMeans, Drop
 from fewkeys.select import Outliers, Window
 from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
-    """The rule that keeps a list for each cohort, alone or beside windows; else None."""
+    """The plan's `Outliers`, alone or beside windows; else None."""
     rules = [part for part in plan.parts if not isinstance(part, Window)]
-    return rules[0] if len(rules) == 1 and isinstance(rules[0], Outliers) else None
+    if len(rules) != 1 or not isinstance(rules[0], Outliers):
+        return None
+    if not isinstance(plan.rest, ClusterMeans | Drop):
+        raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
+    return rules[0]
 
 
 def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], comm: Communicator) -> Tensor:
@@ -51,12 +55,12 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], co
     index = kept.index.unflatten(1, heads)
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
     local_lists = cohort.lists(index, used.view(index.shape))
-    stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
-    if stand_ins is not None and not isinstance(stand_ins, StandIns):
-        raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
+    stand_ins = None
+    if isinstance(plan.rest, ClusterMeans):
+        stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
     left, right = reach or (0, 0)
     rows = labelled = torch.cat([working(x.key), working(x.value)], -1)
-    heavy = gather(take(rows, index).flatten(1, 2), kept.width, comm).movedim(0, 2).flatten(2, 3)
+    heavy = kept.gathered(rows, comm)
     if stand_ins is not None:
         # Labels are small: every floating dtype holds them exactly.
         labelled = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
@@ -89,7 +93,7 @@ def band(plan: Plan) -> tuple[int, int] | None:
 
 
 def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The `left` rows (B, H, ., F) before this rank's first row and the `right` rows after its last, or fewer."""
+    """The `left` rows (B, H, ., F) before this rank's first and the `right` rows after its last, or fewer."""
     none = rows[:, :, :0]
     if not left:
         return none, none
@@ -98,7 +102,7 @@ def _edges(rows: Tensor, tokens: Sequence[int], left: int, right: int, comm: Com
     gathered = gather(ends, max(map(sum, zip(firsts, lasts, strict=True))), comm)
     before = torch.cat([none, *(gathered[r, :, :, firsts[r] : firsts[r] + lasts[r]] for r in range(comm.rank))], 2)
     after = torch.cat([none, *(gathered[r, :, :, : firsts[r]] for r in range(comm.rank + 1, comm.size))], 2)
-    # Gradients must pass even where this rank uses no gathered row: the other ranks wait for its backward pass.
+    # Other ranks wait for this rank's backward pass, also where it uses no gathered row.
     unused = gathered[..., :0].sum()
     return before[:, :, max(0, before.shape[2] - left) :] + unused, after[:, :, :right] + unused
 
@@ -112,8 +116,7 @@ def _columns(
     """
     places = torch.stack(comm.all_gather(pad(kept.index, (0, kept.width - kept.index.shape[-1]))))
     firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
-    used = torch.arange(kept.width, device=places.device) < kept.counts.unsqueeze(-1)
-    position, used = (part.movedim(0, 2).flatten(2) for part in (places + firsts, used))
+    position, used = (places + firsts).movedim(0, 2).flatten(2), kept.used
     is_near = (position >= near.start) & (position < near.stop)
     index = torch.where(is_near, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
     order = marked_places(used)

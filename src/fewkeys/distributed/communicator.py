@@ -1,4 +1,4 @@
-"""Collectives that end in bounded time, well or with a clear error, and the bytes that they send."""
+"""Collectives that end in bounded time, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fewkeys.core.validation import check_real
 
-TIMEOUT = 60.0
-"""Seconds that a rank waits for the others by default."""
 RECORD = 512
 """Records are padded to a multiple of this many bytes."""
 
@@ -26,20 +24,20 @@ class Communicator:
 
     Args:
         group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group.
-        timeout: seconds to wait for the other ranks in one collective; longer than the longest delay between ranks.
+        timeout: seconds that a collective waits for the other ranks; longer than the longest delay between ranks.
 
     Attributes:
         rank, size: this process's number in the group, and the number of processes in it.
         bytes_sent: payload bytes that this rank has sent, as ring algorithms send them: `(size - 1) m` for an
-            all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size` for an all-reduce of m bytes.
-            Headers and the backward pass count. All ranks count alike.
+            all-gather of m bytes a rank, with padding, `2 m (size - 1) / size` for an all-reduce of m bytes. Headers
+            and the backward pass count. All ranks count alike.
 
     Raises:
-        RuntimeError: torch was built without torch.distributed, or no process group was initialised.
-        TypeError, ValueError: `group` is no process group with this process in it; `timeout` is not a positive number.
+        RuntimeError: torch has no torch.distributed, or no process group was initialised.
+        TypeError, ValueError: `group` is no process group with this process in it, or `timeout` no positive number.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 60.0) -> None:
         self.timeout = check_real("timeout", timeout, above=0.0)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -59,7 +57,6 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group."""
         group = self._group()
         if group is None:
             raise RuntimeError("distributed: expected a live process group, got one that was destroyed")
@@ -74,29 +71,23 @@ class Communicator:
             )
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The entrywise sum or maximum of all ranks' tensors of one shape and dtype: the same new bits on all ranks."""
+        """The sum or maximum of all ranks' tensors of one shape and dtype, in the same bits on all ranks."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
-        options.timeout = timedelta(seconds=self.timeout)
-        self._run(lambda: self.group.allreduce([result], options), f"an all-reduce of {_size(result)}")
-        self.bytes_sent += 2 * result.numel() * result.element_size() * (self.size - 1) // self.size
+        kind = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        self._run("all-reduce", result, lambda timeout: self.group.allreduce([result], kind, timeout=timeout))
+        self.bytes_sent += 2 * result.nbytes * (self.size - 1) // self.size
         return result
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors of one shape and dtype, in rank order."""
-        from torch._C._distributed_c10d import AllgatherOptions  # exported nowhere else, and absent from some builds
-
         local = tensor.detach().contiguous()
         parts = [torch.empty_like(local) for _ in range(self.size)]
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=self.timeout)
-        self._run(lambda: self.group.allgather([parts], [local], options), f"an all-gather of {_size(local)}")
-        self.bytes_sent += local.numel() * local.element_size() * (self.size - 1)
+        self._run("all-gather", local, lambda timeout: self.group.allgather(parts, local, timeout=timeout))
+        self.bytes_sent += local.nbytes * (self.size - 1)
         return parts
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors in rank order; first dimensions may differ, and are sent before the padded rows."""
+        """All ranks' tensors in rank order. First dimensions may differ: they are sent before the padded rows."""
         lengths = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device))]
         longest = max(lengths)
         if longest == 0:
@@ -111,26 +102,27 @@ class Communicator:
         text = json.dumps(record).encode()
         # Spaces up to a round length: the digits of a token count must not show in the bytes sent.
         text = text.ljust(-(-len(text) // RECORD) * RECORD)
-        rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        rows = torch.tensor([*text], dtype=torch.uint8, device=device)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather_rows(rows)]
 
-    def _run(self, launch: Callable[[], dist.Work], what: str) -> None:
-        """Start a collective and wait for it, for at most the timeout.
+    def _run(self, what: str, tensor: Tensor, launch: Callable[[timedelta], dist.Work]) -> None:
+        """Start a collective, and wait for it no longer than the timeout.
 
-        The operation has the same timeout, or it would go on in the background, and with gloo the process could not
-        exit for half an hour. The wait needs one because with nccl only the GPU would wait.
+        The operation has the same timeout: in the background, gloo would keep the process from its end for half an
+        hour. The wait has one, too, because with nccl only the GPU would wait.
         """
-        start, reason = time.monotonic(), ""
+        start, reason, timeout = time.monotonic(), "", timedelta(seconds=self.timeout)
         try:
-            work = launch()
-            work.wait(timedelta(seconds=self.timeout))
+            work = launch(timeout)
+            work.wait(timeout)
             if work.is_completed():
                 return
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
+        size = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
         raise RuntimeError(
-            f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} "
-            f"and got no answer{f' ({reason})' if reason else ''}; a rank has failed or is slower than "
+            f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for an {what} of "
+            f"{size} and got no answer{f' ({reason})' if reason else ''}; a rank has failed or is slower than "
             f"timeout={self.timeout:g}; find it, and initialise a new process group, as this one is broken"
         )
 
@@ -138,7 +130,3 @@ class Communicator:
 def communicator(group: dist.ProcessGroup | Communicator | None) -> Communicator:
     """`group` if it is a `Communicator`, else one around it."""
     return group if isinstance(group, Communicator) else Communicator(group)
-
-
-def _size(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,52 +1,48 @@
 """Statistics of keys whose token axis is split over ranks.
 
-Scores need nothing of the keys of other ranks but their Gram matrix, a sum over keys. So each rank sends D x D numbers,
-however many keys there are; for `|s|^p`, these and a few numbers per head for every step of the Lewis weights.
+Of other ranks' keys, scores need the Gram matrix alone, a sum over keys: D x D numbers, however many keys there are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch.distributed as dist
 from torch import Tensor
 
-from fewkeys.core.validation import check_real
-from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
-if TYPE_CHECKING:  # torch may be built without it
-    from torch.distributed import ProcessGroup
 
+def leverage_scores(
+    key: Tensor, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
+) -> Tensor:
+    """The scores of this rank's keys among the keys of all ranks.
 
-def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None) -> Tensor:
-    """The scores of this rank's keys against the keys of all ranks.
-
-    A collective: every rank of the group calls it, with the same arguments apart from `key`.
+    A collective: all ranks of the group call it, with the same arguments apart from `key`.
 
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
             ranks and be 0 on some.
         power: as in `fewkeys.sketch.leverage.leverage_scores`.
-        group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
-            default group.
+        group: a process group, or a `Communicator`, which sets the timeout and counts bytes; None: the default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Relative to those of one
-        process, scores of power 2 differ by a few `D u kappa^2`, u = 1e-16, kappa the condition number of the keys with
-        columns of equal norm. (One process scores well-conditioned float32 keys in float32: a few `D 6e-8 kappa^2`.)
-        Lewis weights magnify the difference by at most `2 / p` for p <= 2 and `p / 2` for p > 2. Tensor powers differ
-        by at most 1e-6: their bound counts only where its own rounding is below that.
+        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores of power 2 differ
+        from those of one process in float64 by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition
+        number of the keys with columns of equal norm. Lewis weights magnify this by at most `2 / p` for p <= 2 and
+        `p / 2` for p > 2. Tensor powers differ by at most 1e-6.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m
-        monomials. Cost O(N_local D^2) and as many steps as in one process.
+        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials.
+        Cost O(N_local D^2) and as many steps as in one process.
 
     Raises:
-        TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ.
-        RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
+        TypeError, ValueError: on every rank, if arguments of one are malformed or arguments differ.
+        RuntimeError: no process group, or a rank failed or did not answer within the timeout.
 
     Source: LevAttention (arXiv 2410.05462), distributed setting.
     """
@@ -55,13 +51,12 @@ def leverage_scores(key: Tensor, power: float = 2.0, *, group: ProcessGroup | Co
 
 
 def universal_set(
-    key: Tensor, eps: float, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None
+    key: Tensor, eps: float, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
 ) -> Tensor:
-    """The keys of this rank that belong to the universal set of all ranks' keys.
+    """The keys of this rank that belong to the universal set of all ranks' keys. A collective.
 
-    Together the ranks mark the keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible
-    query: those of one process, unless a score is within rounding (see `leverage_scores`) of the least that counts,
-    `eps (1 - 1e-9)`. A collective.
+    The set holds every attention entry >= `eps` under weights `|s|^p`, for every possible query. It is that of one
+    process, unless a score is within rounding (see `leverage_scores`) of the least that counts, `eps (1 - 1e-9)`.
 
     Args:
         key, power, group: as in `leverage_scores` here.
@@ -78,19 +73,21 @@ def universal_set(
 
 
 def _bounds(
-    call: str, key: Tensor, power: float, group: ProcessGroup | Communicator | None, **shares: float
+    call: str, key: Tensor, power: float, group: dist.ProcessGroup | Communicator | None, **shares: float
 ) -> tuple[Tensor, Tensor]:
-    """This rank's keys, and their scores before rounding, once all ranks agree on these arguments of `call`."""
+    """This rank's keys, and their scores before rounding, once all ranks agree on the arguments of `call`."""
     comm = communicator(group)
     with checking(comm, call):
-        rows = check_shard(comm, key)
+        comm.check_device("key", check_tensor("key", occupied(key)))
+        check_finite(key=key)
         same = {name: check_real(name, share, above=0.0, below=1.0) for name, share in shares.items()}
         same["power"] = check_real("power", power, above=0.0)
     check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
+    rows = working(key).detach()
     return rows, sensitivity_bounds(rows, same["power"], OverRanks(comm))
 
 
 def described(key: Tensor) -> dict[str, object]:
-    """What ranks must agree on about their shards of the keys."""
+    """What ranks must agree on about their keys."""
     batch, heads, _, size = key.shape
     return {"key (batch, heads, dim)": [batch, heads, size], "key dtype": str(key.dtype), "key device": key.device.type}

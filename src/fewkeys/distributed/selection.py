@@ -1,4 +1,4 @@
-"""Two rounds of selection that send only scores: every rank chooses among its own keys, then all cut the union."""
+"""Selection in two rounds that send only scores: every rank chooses among its own keys, then all cut the union."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.rows import marked_places
+from fewkeys.core.rows import marked_places, take
 from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.totals import gather
 from fewkeys.select.base import Sharded
 
 
 @dataclass(frozen=True, eq=False)
 class KeptKeys:
-    """The keys of all ranks that are kept.
+    """The keys of all ranks that L lists keep, a number of lists for each key head.
 
-    `index` (B, Hkv, S): this rank's kept keys as positions in its shard, ascending, S the largest of its counts;
-    `counts` (ranks, B, Hkv): how many each rank keeps.
+    `index` (B, L, S): the positions of this rank's keys in its shard, ascending, S the largest of its counts;
+    `counts` (ranks, B, L): how many each rank keeps.
     """
 
     index: Tensor
@@ -28,9 +29,20 @@ class KeptKeys:
         """The largest count of a rank, at least 1."""
         return max(1, int(self.counts.max()))
 
+    @cached_property
+    def used(self) -> Tensor:
+        """(B, L, ranks width): which entries of `gathered` are kept keys."""
+        used = torch.arange(self.width, device=self.counts.device) < self.counts.unsqueeze(-1)
+        return used.movedim(0, 2).flatten(2)
+
+    def gathered(self, rows: Tensor, comm: Communicator) -> Tensor:
+        """The rows (B, L, ranks width, F) of kept keys, `width` of each rank, from its rows (B, Hkv, N, F)."""
+        local = take(rows, self.index.unflatten(1, (rows.shape[1], -1))).flatten(1, 2)
+        return gather(local, self.width, comm).movedim(0, 2).flatten(2, 3)
+
 
 def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
-    """The keys that a rule keeps of all ranks, the same as in one process."""
+    """The keys of all ranks that a rule keeps, the same as in one process."""
     score = rule.score(inputs)
     if rule.count is not None:
         return best(score, rule.count, comm)

@@ -16,13 +16,13 @@ from fewkeys.distributed.communicator import Communicator
 
 
 def gather(rows: Tensor, width: int, comm: Communicator) -> Tensor:
-    """The rows (B, H, n_r, F) of all ranks r, (ranks, B, H, width, F), in working precision, zero from place n_r on."""
+    """The rows (B, H, n_r, F) of all ranks r, (ranks, B, H, width, F), in working precision, with zeros at the end."""
     gathered: Tensor = _Gather.apply(pad(rows, (0, 0, 0, width - rows.shape[2])), comm)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """Tensors of all ranks, stacked, in working precision; each rank gets the sum of its tensor's gradients back."""
+    """Backwards, each rank gets the sum of all ranks' gradients of its tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:

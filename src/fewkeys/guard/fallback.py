@@ -23,7 +23,7 @@ class Fallbacks:
         calls: attention calls. Those with no more queries than a check computes, or whose plan is exact attention on
             such input, are answered exactly without a check.
         checked: heads whose error was estimated, each once for every sequence.
-        fallbacks: those of `checked` whose estimate was above the limit, which were answered exactly.
+        fallbacks: those answered exactly, with an estimate above the limit.
         error: mean estimate over `checked`: the plan's error before any fallback. None before the first check.
     """
 
@@ -47,13 +47,13 @@ class Guard:
     Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read its counts, `fallbacks`, afterwards;
     `fewkeys.apply` makes one for each layer.
 
-    The error of a head of a sequence is estimated without bias, as by `fewkeys.spot_check`, from `queries` exact
-    queries. A head whose true error is near the limit may fall on either side; these mistakes cancel over heads and
-    calls. Choose a smaller limit if it must never be exceeded. A causal call is judged as a whole: later tokens may
-    decide whether earlier outputs are the plan's or the exact ones.
+    The error of a head of a sequence is estimated without bias from `queries` exact queries, as by
+    `fewkeys.spot_check`. A head whose true error is near the limit may fall on either side; these mistakes cancel over
+    heads and calls. Choose a smaller limit if it must never be exceeded. A causal call is judged as a whole: later
+    tokens may decide whether earlier outputs are the plan's or the exact ones.
 
-    Cost of a call: the plan, plus O(queries n (D + Dv)) per head, plus exact attention for heads that fall back. A
-    call with no more than `queries` queries, such as a decoded token, costs exact attention alone.
+    Cost of a call: the plan, O(queries n (D + Dv)) per head, and exact attention for heads that fall back. A call with
+    no more than `queries` queries, such as a decoded token, costs exact attention alone.
 
     Raises `ValueError` or `TypeError` for a negative or non-finite `max_error` and for `queries` below 1.
     """
@@ -66,7 +66,6 @@ class Guard:
         self.fallbacks = Fallbacks()
 
     def count_call(self) -> None:
-        """Count an attention call."""
         self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
 
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
@@ -88,18 +87,13 @@ class Guard:
         if inputs.bias is not None:  # heads with different tables cannot become sequences of one head
             return torch.where(failed[..., None, None], exact.attend(inputs, weights), output)
         sequence, head = failed.nonzero(as_tuple=True)
-        answer = exact.attend(_single_heads(inputs, sequence, head), weights)
-        return output.index_put((sequence, head), answer.squeeze(1))
-
-
-def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:
-    """The query heads `head` (M,) of the sequences `sequence` (M,), as M sequences of one head."""
-    key_head = head // inputs.gqa_ratio
-    return replace(
-        inputs,
-        query=inputs.query[sequence, head].unsqueeze(1),
-        key=inputs.key[sequence, key_head].unsqueeze(1),
-        value=inputs.value[sequence, key_head].unsqueeze(1),
-        valid=None if inputs.valid is None else inputs.valid[sequence],
-        _memory={},
-    )
+        key_head = head // inputs.gqa_ratio
+        alone = replace(  # sequences of one head
+            inputs,
+            query=inputs.query[sequence, head].unsqueeze(1),
+            key=inputs.key[sequence, key_head].unsqueeze(1),
+            value=inputs.value[sequence, key_head].unsqueeze(1),
+            valid=None if inputs.valid is None else inputs.valid[sequence],
+            _memory={},
+        )
+        return output.index_put((sequence, head), exact.attend(alone, weights).squeeze(1))

@@ -1,7 +1,7 @@
 """An interval for a mean relative error, from stratified samples of few queries.
 
-Most queries have a small relative error, a few one many times the mean. A sample that misses these has a small mean and
-a small variance, so the normal interval covers too seldom. Three corrections restore coverage (measured by
+A few queries have many times the mean error. A sample that misses them has a small mean and a small variance, so the
+normal interval covers too seldom. Three corrections restore coverage (measured by
 `experiments/value_aware/spot_check_coverage.py`):
 
 * The variance is estimated over groups of neighbouring strata, on average at least the true one

@@ -1,6 +1,6 @@
 """A plan's error, estimated from a few queries that are answered exactly.
 
-The real queries of a sequence are cut into strata of (almost) equal length, and one query is drawn from each (Cochran,
+The real queries of a sequence are cut into strata of almost equal length, and one query is drawn from each (Cochran,
 Sampling Techniques, 3rd ed. 1977, section 5A.12): errors that change along the text add little to the variance.
 """
 
@@ -13,12 +13,12 @@ from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
+from fewkeys.core.rows import marked_places, take
 from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.weights import Weights
 
 GROUP = 8
-"""Neighbouring strata with one estimate of the variance."""
+"""Neighbouring strata that share an estimate of the variance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class QuerySample:
 
     @property
     def count(self) -> Tensor:
-        """(B,) the real queries of each sequence."""
+        """(B,): the real queries of each sequence."""
         return self.size.sum(-1)
 
     def mean(self, errors: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class QuerySample:
         about `GROUP` strata: on average at least the true variance if the strata of a group have one length (Cochran:
         `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
         `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, K the group's third k-statistic: right on
-        average for errors in random order. A stratum that is drawn whole adds nothing.
+        average for errors in random order.
 
         heads: (Hq,) their numbers in the model.
         """
@@ -90,7 +90,7 @@ class QuerySample:
 
     @property
     def _weight(self) -> Tensor:
-        """(B, m) the share of each stratum in its sequence's queries, in float64."""
+        """(B, m), float64: the share of each stratum in its sequence's queries."""
         return self.size.double() / self.count.clamp_min(1).unsqueeze(-1)
 
     def _drawn_errors(self, errors: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ def draw(inputs: Inputs, places: Tensor) -> QuerySample:
     edge = torch.where(count > m, step * count // m, torch.minimum(step, count))
     size = edge.diff()
     rank = (edge[:, None, :-1] + (places * size.unsqueeze(1)).long()).clamp_max(inputs.queries - 1)
-    order = torch.argsort((~real).to(torch.uint8), stable=True, dim=-1)
-    order, rank = (numbers.expand(-1, inputs.query_heads, -1) for numbers in (order.unsqueeze(1), rank))
+    order = marked_places(real, least=inputs.queries).unsqueeze(1)
+    order, rank = (numbers.expand(-1, inputs.query_heads, -1) for numbers in (order, rank))
     return QuerySample(order.gather(-1, rank), size)
 
 
 def _real_queries(inputs: Inputs) -> Tensor:
-    """(B, Nq) marks the queries that belong to a real token and see at least one key."""
+    """(B, Nq): the queries of real tokens that see a key."""
     x = inputs
     if x.valid is None:
         return torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
@@ -161,8 +161,6 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 def sampled_errors(
     inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 ) -> tuple[QuerySample, Tensor]:
-    """A sample at random places of this shape, and the errors `|o~_i - o_i| / |o_i|` (B, Hq, m), float64, of `output`
-    there.
-    """
+    """A sample at random places of this shape, and the errors of `output` there (B, Hq, m), float64."""
     sample = draw(inputs, uniform(shape, generator, output.device))
     return sample, relative_error(take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()

@@ -169,7 +169,7 @@ def _judge_layers(
 
 def _row(entry: Entry, capture: Capture) -> Row:
     tally = entry.tally
-    error, mass, slots = tally.means().values()
+    error, mass, slots = tally.means()
     worst = int(error.argmax())
     return Row(
         name=entry.name,

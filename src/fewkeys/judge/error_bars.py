@@ -1,25 +1,24 @@
 """Exact attention estimated from a plan's keys and a sample of the others, with an error bar for every query.
 
-With K the keys that a query keeps, U the others that it sees, `w_j = exp(s_j)` and m draws from U, key j with
-probability p_j, independent and with replacement,
+A query keeps the keys K. Of the others that it sees, m are drawn with replacement, key j with probability p_j. With
+`w_j = exp(s_j)`,
 
     r_i = w / p of the i-th draw        Z = sum_K w_j + mean_i r_i        o = (sum_K w_j v_j + mean_i r_i v_i) / Z
 
-where numerator and Z are unbiased. With o* the exact output, `o - o* = (mean_i y_i - E y) / Z` for `y = r (v - o*)`,
-without an approximation. The bar assumes that this mean is within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its
-expectation:
+Numerator and Z are unbiased. With o* the exact output, `o - o* = (mean_i y_i - E y) / Z` for `y = r (v - o*)`. The bar
+assumes that this mean is within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its expectation:
 
 * t S / sqrt(m), S^2 the trace of the sample's covariance, t Student's quantile: of all normal vectors with one trace,
   those along a line are farthest out (Szekely and Bakirov, 2003);
-* c B / m, c = log(1 / (1 - confidence)): keys that no draw has met have together a probability below c / m, except in
-  1 of 1 / (1 - confidence) samples. B bounds |y|: p_j is proportional to the root mean square of w_j under the errors
-  of its code (`fewkeys.sketch.random_codes`), so w / p is about at most the sum of these.
+* c B / m, c = log(1 / (1 - confidence)): all keys that were never drawn have a probability below c / m, except in 1 of
+  1 / (1 - confidence) samples. B bounds |y|: p_j is proportional to the root mean square of w_j under the errors of its
+  code (`fewkeys.sketch.random_codes`), so w / p is about at most the sum of these.
 
 o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so for B. Hence
 
     |o - o*| <= h(x) / (Z - h(r)).
 
-The bar is computed K times, after 64, 128, .. draws, each time at the confidence 1 - (1 - confidence) / K.
+The bar is computed n times, after 64, 128, .. draws, each time at the confidence 1 - (1 - confidence) / n.
 """
 
 import math
@@ -49,8 +48,8 @@ FIRST = 64
 class ErrorBars:
     """Estimates of exact attention, with error bars.
 
-    `output` (B, Hq, Nq, Dv); of each query (B, Hq, Nq): `error`, the bar on `|output - exact| / |exact|`, infinite
-    where the sample gives none; `reached`, bool: whether it is as small as asked for; `drawn`, int32: keys drawn.
+    `output` (B, Hq, Nq, Dv). For each query (B, Hq, Nq): `error`, the bar on `|output - exact| / |exact|`, infinite if
+    the sample gives none; `reached`, bool: whether it is as small as asked for; `drawn`, int32: keys drawn.
     """
 
     output: Tensor
@@ -77,9 +76,9 @@ def error_bars(
         bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
 
     Every query attends to the plan's keys and, in place of its stand-ins, to keys drawn from the others: 64, 128, ..
-    until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`, without errors of
-    rounding, with probability `confidence` or more over the draws and the rotation of the codes, for keys and values
-    that do not depend on these: pass a generator with a secret seed if an adversary may choose keys.
+    until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`, apart from
+    rounding, with probability `confidence` or more over the draws and the rotation of the codes. Keys and values must
+    not depend on these: pass a generator with a secret seed if an adversary may choose keys.
     docs/quality-control.md has the measured coverage.
 
     Args:
@@ -87,13 +86,13 @@ def error_bars(
         plan: one with `Softmax()`. It runs also where exact attention is faster. If it keeps every key, bars are zero.
         error, confidence: the relative error to reach; the confidence of every bar, in (0, 1).
         most: the most draws of a query, at least 2.
-        **options: those of `fewkeys.attention` but `distance_bias`. `generator` is the source of the plan's
-            randomness, the rotation and the draws; default: fixed seeds.
+        **options: those of `fewkeys.attention` but `distance_bias`. `generator`: of the plan's randomness, the
+            rotation and the draws; default: fixed seeds.
 
     Raises `TypeError` or `ValueError` for malformed input, and whatever the plan refuses.
 
-    Cost O(N D^2) for the codes; for a query O(n D) for scanning them, as for exact scores, and
-    O((kept + drawn) (D + Dv)). Exact attention is faster.
+    Cost O(N D^2) for the codes; per query O(n D) to scan them, as for exact scores, and O((kept + drawn) (D + Dv)).
+    Exact attention is faster.
     """
     check_real("error", error, above=0.0)
     check_real("confidence", confidence, above=0.0, below=1.0)
@@ -125,7 +124,7 @@ def error_bars(
 
 
 class _Sampled:
-    """Attention to kept and drawn keys. Keys and values have a row for each sequence and key head."""
+    """Attention to kept and drawn keys; keys and values (B Hkv, N, .)."""
 
     def __init__(self, graph: Graph, generator: torch.Generator, error: float, miss: float, most: int) -> None:
         x = graph.inputs
@@ -173,8 +172,8 @@ class _Sampled:
         return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
 
     def _of_kept(self, query: Tensor, head: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and the sums of weights (R,) and of
-        weighted values (R, Dv), in units of exp(top).
+        """Of the keys (R, N) that R queries keep: the largest score `top` (R,), and in units of exp(top) the sums of
+        weights (R,) and of weighted values (R, Dv).
         """
         used, place = kept.byte().topk(max(1, int(kept.sum(-1).max())), -1)
         score, values = self._read(query, head, place)
@@ -190,14 +189,11 @@ class _Sampled:
         return score.double(), self.value[head, place].double()
 
     def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (R, most) drawn by weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
-
-        All rows draw as often: a row's draws do not depend on others.
-        """
+        """Keys (R, most) drawn by weights exp(log), `log` (R, N); the logarithms of their chances and of the sum."""
         top = log.amax(-1, keepdim=True)
         log = log.sub(top.masked_fill(top == -torch.inf, 0.0)).double()
         below = log.exp().cumsum(-1)
-        shape = (len(log), self.counts[-1])
+        shape = (len(log), self.counts[-1])  # all rows draw as often: a row's draws do not depend on others
         uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=self.generator.device)
         # A product that rounds up to the whole sum would draw the last key, which may be hidden.
         place = torch.searchsorted(below, uniform.to(log.device) * (1 - 2**-50) * below[:, -1:], right=True)
@@ -207,8 +203,8 @@ class _Sampled:
 
 
 def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:
-    """How far the mean of `count` vectors of at most the length `bound` may be from its expectation, but for a
-    probability of at most `miss`; deviation: the root of the trace of their covariance.
+    """h: how far the mean of `count` vectors, no longer than `bound`, is from its expectation, but for a probability
+    `miss`; deviation: S.
     """
     width: Tensor = student(1 - miss, count - 1) / count**0.5 * deviation - math.log(miss) / count * bound
     return width
@@ -216,6 +212,5 @@ def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Ten
 
 def _quotient(part: Tensor, whole: Tensor) -> Tensor:
     """`part / whole`, infinite where `whole` is not positive; zero where `part` is."""
-    quotient = torch.where(whole > 0, part / positive(whole), torch.inf)
-    finite: Tensor = torch.where(part == 0, 0.0, quotient).nan_to_num(torch.inf, torch.inf)
-    return finite
+    quotient: Tensor = torch.where(part == 0, 0.0, part / whole.clamp_min(0.0))
+    return quotient.nan_to_num(torch.inf, torch.inf)

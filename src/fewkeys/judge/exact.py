@@ -1,6 +1,6 @@
 """Exact attention, the reference for every plan of a comparison: `W = softmax(scale * query key^T)`, output `W value`.
 
-W (n x n) exists for one block of sequences and heads at a time, and is shared by all plans.
+W (n x n) exists for one block of sequences and heads at a time, and serves all plans.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.distances import DistanceBias
 from fewkeys.core.gaps import has_interior_padding
+from fewkeys.core.graph import visible
 
 BLOCK = 2**22
-"""Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, page by page, which takes as
-long as the arithmetic.
+"""Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, which takes as long as the
+arithmetic.
 """
 TIMED = 2**25
 """The most entries of W that plans are timed on: oracles store them."""
@@ -24,40 +24,23 @@ TIMED = 2**25
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Block(AttentionInputs):
-    """A part of an attention call, without padding: its query heads `heads`, its sequences from `sequence` on."""
+    """A part of an attention call without padding: the query heads `heads`, sequences from `sequence` on."""
 
     heads: slice
     sequence: int
 
-    @property
-    def bias(self) -> Tensor | None:
-        """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
-        if self.distance_bias is None:
-            return None
-        last = self.query_offset + self.query.shape[2]
-        return DistanceBias(self.distance_bias.float()).of(self.query_offset, last, self.key.shape[2])
-
-    @property
-    def past(self) -> Tensor:
-        """(N, Nk) marks the keys that a causal query sees."""
-        size = (self.query.shape[2], self.key.shape[2])
-        return torch.ones(size, dtype=torch.bool, device=self.query.device).tril(self.query_offset)
-
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), the number `visible` (N,) of keys
-    that a query sees, and `heavy` (B, H, N, Nk): the weights >= eps.
-    """
+    """Exact attention in a block: `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `heavy`: weights >= eps."""
 
     weights: Tensor
     output: Tensor
-    visible: Tensor
     heavy: Tensor
 
 
 def first_sequence(call: AttentionInputs) -> Block:
-    """The first sequence of a call that has tokens, with as many heads as have `TIMED` entries of W at most."""
+    """The first sequence of a call that has tokens, with as many heads as fit into `TIMED` entries of W."""
     entries = call.query.shape[1] * call.query.shape[2] * call.key.shape[2]
     return next(blocks(call, min(entries, TIMED)))
 
@@ -87,7 +70,7 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
             k, v = k[:, :, real], v[:, :, real]
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
-            query_heads = slice(h * group, min((h + heads) * group, query.shape[1]))
+            query_heads = slice(h * group, (h + heads) * group)
             arguments = (q[:, query_heads], k[:, part], v[:, part], call.scale, call.is_causal)
             bias = None if call.distance_bias is None else call.distance_bias[query_heads]
             yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads, sequence=b)
@@ -95,22 +78,19 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
 
 def exact(block: Block, eps: float) -> Exact:
     """Weights, output and heavy entries of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
-    group = block.query.shape[1] // block.key.shape[1]
-    key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
-    weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
-    if (bias := block.bias) is not None:
-        weights += bias
-    visible = torch.full(weights.shape[2:3], weights.shape[3], device=weights.device)
-    if block.is_causal:
-        past = block.past
-        weights.masked_fill_(~past, -torch.inf)
-        visible = past.sum(-1)
+    x = block.checked()
+    key, value = (rows.float().repeat_interleave(x.gqa_ratio, 1) for rows in (x.key, x.value))
+    weights = x.query.float() @ (key * x.scale).mT
+    if x.bias is not None:
+        weights += x.bias.of(x.offset, x.offset + x.queries, x.keys)
+    if x.is_causal:
+        weights.masked_fill_(~visible(x, 0, x.queries), -torch.inf)
     weights = weights.softmax(-1)
-    return Exact(weights, weights @ value, visible, weights >= eps)
+    return Exact(weights, weights @ value, weights >= eps)
 
 
 def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight on the kept keys and their number, both (B, H, N)."""
+    """The weight on kept keys and their number, both (B, H, N)."""
     mass, count = torch.empty(2, *edges.shape[:3], dtype=weights.dtype, device=weights.device)
     for place in product(*map(range, edges.shape[:2])):  # one head at a time stays in cache
         flags = edges[place].to(weights.dtype)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.call import attention
 from fewkeys.core.clock import clock
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, visible
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import full_precision
@@ -30,41 +30,37 @@ HEAVIEST = 16
 
 
 class HeaviestKeys:
-    """The keys with the largest weights of a few queries of the first sequence."""
+    """The heaviest keys of a few queries of the first sequence."""
 
     def __init__(self, layers: int, heads: int) -> None:
         self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
-        self.queries = torch.empty(0, dtype=torch.long, device="cpu")
-        self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
-        self.weights: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.queries = self.newest = torch.empty(0, dtype=torch.long, device="cpu")
+        self.keys: list[list[list[list[int]]]] = [[] for _ in range(layers)]
+        self.weights: list[list[list[list[float]]]] = [[] for _ in range(layers)]
 
     def add(self, layer: int, truth: Exact) -> None:
-        """Add the keys of a block that begins with the first sequence."""
+        """Add those of a block that begins with the first sequence."""
         weights = truth.weights[0]
         length = weights.shape[1]
         count = min(self.count, length)
         self.queries = torch.arange(1, 2 * count, 2, device=weights.device) * length // (2 * count)
-        largest, keys = weights[:, self.queries].topk(min(HEAVIEST, weights.shape[2]))
-        self.keys[layer].append(keys)
-        self.weights[layer].append(largest)
+        largest, self.newest = weights[:, self.queries].topk(min(HEAVIEST, weights.shape[2]))
+        self.keys[layer] += self.newest.tolist()
+        self.weights[layer] += largest.double().round(decimals=4).tolist()
 
-    def kept(self, layer: int, edges: Tensor) -> list[str]:
-        """For each head of the block added last, flags of its keys: whether `edges` (H, N, Nk) have them."""
-        flags = edges[:, self.queries].gather(2, self.keys[layer][-1])
+    def kept(self, edges: Tensor) -> list[str]:
+        """For each head of the block added last, a flag for each of its keys: whether `edges` (H, N, Nk) have it."""
+        flags = edges[:, self.queries].gather(2, self.newest)
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
     def sample(self) -> Sample | None:
-        """The sample; None where the first sequence is all padding."""
-        if not all(self.keys):
-            return None
-        keys = [torch.cat(parts).tolist() for parts in self.keys]
-        weights = [torch.cat(parts).double().round(decimals=4).tolist() for parts in self.weights]
-        return Sample(self.queries.tolist(), keys, weights)
+        """None where the first sequence is all padding."""
+        return Sample(self.queries.tolist(), self.keys, self.weights) if all(self.keys) else None
 
 
 @dataclass
 class Entry:
-    """One plan of a comparison. `reason`: why it was skipped, if it was."""
+    """One plan of a comparison. `reason`: why it was left out, if it was."""
 
     name: str
     budget: int | None
@@ -93,14 +89,13 @@ class Entry:
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """A generator seeded by `where` (which begins with the seed) and this row."""
-        seed = zlib.crc32(f"{where}/{self.name}/{self.budget}".encode())
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
 
 
 def judge_block(
     entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl, keys: HeaviestKeys | None
 ) -> None:
-    """Run an entry's plan on one block, and add its errors to the tally. keys: for blocks with the first sequence."""
+    """Add the errors of an entry's plan on one block to its tally. keys: for blocks with the first sequence."""
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
     output = torch.empty_like(truth.output)
@@ -116,16 +111,17 @@ def judge_block(
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     mass, slots = kept_mass(truth.weights, edges)
     # A head that keeps every key has no stand-ins to pay for.
-    slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    seen = visible(inputs, 0, inputs.queries).sum(-1)
+    slots += price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
     errors = relative_error(output, truth.output)
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:
-        entry.kept[layer] += keys.kept(layer, edges[0])
+        entry.kept[layer] += keys.kept(edges[0])
 
 
 @full_precision()
 def answer(choice: Choice) -> tuple[Tensor, Graph]:
-    """The output of a choice on inputs without padding, and its edges."""
+    """The output of a choice, and its edges, on inputs without padding."""
     if choice.is_exact:
         return run(choice), Graph(choice.inputs, full=True)
     (part,), restore = canonicalise(choice)
@@ -151,9 +147,10 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 
 def _mask(block: Block) -> Tensor | None:
-    """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
-    if (bias := block.bias) is not None:
-        bias = bias.to(block.query.dtype)
-        return bias.masked_fill(~block.past, -torch.inf) if block.is_causal else bias
+    """The mask that a model makes once for all layers: distance biases, and causality if queries are offset."""
+    x = block.checked()
+    seen = visible(x, 0, x.queries)
+    if x.bias is not None:
+        return x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype).masked_fill(~seen, -torch.inf)
     # The fused causal kernel requires that query 0 stands at key 0.
-    return block.past if block.is_causal and block.query_offset else None
+    return seen if x.is_causal and x.offset else None

@@ -32,8 +32,7 @@ class Row:
         kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
         plan, config: the plan in words; as `Plan.to_dict()` gives it.
         slots: mean slots per query: kept keys plus the price of the stand-ins.
-        error: mean over queries, heads and layers; `error_p50`, `error_p90`: quantiles (to within 0.1 percent, from a
-            histogram).
+        error: mean over queries, heads and layers; `error_p50`, `error_p90`: quantiles, to within 0.1 percent.
         worst_head: [layer, head] with the largest mean error, `worst_head_error`.
         mass: mean share of a query's exact attention weight on its kept keys.
         recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
@@ -44,7 +43,7 @@ class Row:
             `scaled_dot_product_attention`, in turns with the plan.
         per_layer: a number for each layer under "error", "mass", "recall" and "slots".
         per_head: a list for each layer, a number for each query head, under "error", "mass" and "recall".
-        kept: for each layer and query head, a character for each query and key of `Report.sample`: "1": kept.
+        kept: for each layer and query head, "1" (kept) or "0" for each query and key of `Report.sample`.
     """
 
     name: str
@@ -85,8 +84,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class WholeTime:
-    """A model of the same shape with the plan of the row `name`, `budget` in every layer, on one text of `length`
-    tokens: median milliseconds over `turns`, and `exact_ms` of exact attention, in turns with it.
+    """The time of a model of the same shape with a row's plan in every layer, on one text of `length` tokens: median
+    milliseconds over `turns`, and `exact_ms` of exact attention, in turns with it.
     """
 
     name: str
@@ -108,10 +107,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Sample:
-    """A few queries of the first sequence, and the keys with their largest weights in exact attention.
+    """A few queries of the first sequence, and their heaviest keys in exact attention.
 
-    `queries`: positions. `keys`, `weights`: for each layer, query head and query, the positions of its keys and their
-    weights, the heaviest first. `tokens`: of the sequence, as its tokenizer writes them; empty if unknown.
+    `queries`: positions. `keys`, `weights`: for each layer, query head and query, the positions and weights of its
+    keys, the heaviest first. `tokens`: of the sequence, as its tokenizer writes them; empty if unknown.
     """
 
     queries: list[int]
@@ -125,7 +124,7 @@ class Report:
     """All rows of one comparison, and the settings to repeat it.
 
     The JSON form is an object with these keys, `"schema": "fewkeys.report/1"` and a checksum. Numbers that do not exist
-    are null. Only times, `versions` and `machine` depend on the machine (up to rounding), nothing on the date.
+    are null. Up to rounding, only times, `versions` and `machine` depend on the machine, and nothing on the date.
 
     Attributes:
         model: name or folder of the model.
@@ -159,7 +158,7 @@ class Report:
     sample: Sample | None = None
 
     def __str__(self) -> str:
-        """All rows if there are few; else exact attention, the oracles, and the methods of `front`."""
+        """All rows if they are few, else exact attention, the oracles, and the methods of `front`."""
         front = self.front()
         chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
         lines, _ = aligned([_cells(row) for row in chosen])
@@ -179,7 +178,7 @@ class Report:
         return rows[0]
 
     def front(self) -> list[Row]:
-        """The methods, by slots, for which no other one has both less error and no more slots."""
+        """The methods, by slots, of which no other has both less error and no more slots."""
         rows: list[Row] = []
         for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
             if row.kind == "method" and (not rows or row.error < rows[-1].error):

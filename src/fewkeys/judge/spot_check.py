@@ -26,7 +26,7 @@ class SpotCheck:
     Attributes:
         error: the estimate, unbiased.
         low, high: the interval that contains the mean over all queries with probability `confidence`.
-        queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
+        queries: how many queries were computed exactly (each head of each sequence has its own); none for heads whose
             plan is exact attention on such input.
         of: how many there are. If `queries` equals `of`, error, low and high are the error itself.
         per_head: the estimate of each query head; empty for a whole model.
@@ -75,7 +75,7 @@ def check_options(queries: int, confidence: float) -> None:
 def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
-    """The estimates of one attention call, one entry for each distinct plan of its heads."""
+    """The estimates of one attention call, for each distinct plan of its heads."""
     inputs = inputs.clear()
     if inputs.needs_rescaling:  # squares of large outputs would overflow
         inputs, _ = rescaled(inputs)
@@ -94,14 +94,14 @@ def check_call(
 
 
 def summary(checks: Sequence[Estimates], confidence: float) -> SpotCheck:
-    """The result over the calls of one layer."""
+    """The result of the calls of one layer."""
     heads, count, mean = (torch.cat([getattr(check, name) for check in checks]) for name in ("heads", "count", "mean"))
     total, queries = (heads.bincount(numbers) for numbers in (count * mean, count))
     return _pooled(checks, confidence, per_head=tuple((total / queries.clamp_min(1)).tolist()))
 
 
 def overall(checks: Sequence[Sequence[Estimates]], confidence: float) -> SpotCheck:
-    """The result over all layers, given the calls of each."""
+    """The result of all layers, given the calls of each."""
     layers = tuple(summary(calls, confidence) for calls in checks)
     return _pooled([call for calls in checks for call in calls], confidence, per_layer=layers)
 

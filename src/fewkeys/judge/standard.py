@@ -8,7 +8,7 @@ from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, To
 OURS = "fewkeys budget"
 """The row of the recommended plan."""
 CONTROLS = ("random keys", "key norm")
-"""The rows that show what a method must beat."""
+"""The rows that a method must beat."""
 SINKS = 4
 """First keys of "sinks + window", as many as streaming attention keeps (arXiv 2309.17453)."""
 
@@ -18,14 +18,10 @@ def standard_plans(
 ) -> dict[str, Plan]:
     """Every standard row at `slots` >= 1 slots per query, by its name in tables and figures.
 
-    - "top-k per query (oracle)", "best shared columns (oracle)" (the keys with the largest total weight, the same for
-      all queries of a head): they compute all scores, and are bounds only.
-    - "random keys", "key norm": the controls.
-    - "window", "sinks + window", "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage (centred)", and
-      "leverage + window" (half each, raw).
-    - "moments": a Gaussian stand-in for all dropped keys, whose price depends on `head_dim`, and a window of the other
-      slots.
-    - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
+    Oracles compute all scores and are bounds only: the top keys of each query, and the keys with the largest total
+    weight, the same for all queries of a head. "leverage (LevAttention)" (arXiv 2410.05462) and "leverage + window" are
+    of raw keys. "moments" is a Gaussian stand-in for all dropped keys, whose price depends on `head_dim`, and a window
+    of the other slots. "fewkeys budget" is exact attention if `slots` pay for all keys of `length`.
     """
     check_count("slots", slots)
     sinks, half = min(SINKS, slots), slots // 2

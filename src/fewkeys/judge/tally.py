@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-# Quantiles come from a histogram of log10(error): 12 decades in 16,384 bins, so a bin is 0.17 percent wide.
+# The histogram of log10(error): 12 decades in 16,384 bins of 0.17 percent.
 _LOW, _HIGH, _BINS = -8.0, 4.0, 16_384
 
 
 class Tally:
     """Totals over the queries of one plan, (layers, heads), float64: the number `queries`, the sums of `error`, `mass`
-    and `slots`, and the numbers of `heavy` entries and of the kept ones, `heavy_kept`.
+    and `slots`, and the numbers of `heavy` entries and of those kept.
     """
 
     def __init__(self, layers: int, heads: int) -> None:
@@ -29,9 +29,9 @@ class Tally:
         bins = (errors.double().clamp_min(10.0**_LOW).log10() - _LOW) * (_BINS / (_HIGH - _LOW))
         self.histogram += torch.bincount(bins.long().clamp(0, _BINS - 1).flatten().cpu(), minlength=_BINS)
 
-    def means(self) -> dict[str, Tensor]:
-        """Means over queries, per layer and head (L, H)."""
-        return {name: getattr(self, name) / self.queries for name in ("error", "mass", "slots")}
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean error, mass and slots of queries, per layer and head (L, H)."""
+        return self.error / self.queries, self.mass / self.queries, self.slots / self.queries
 
     def quantile(self, q: float) -> float:
         """The error that a share `q` of all queries does not exceed; 0 below 1e-8, where float32 ends."""
