@@ -19,7 +19,7 @@ from fewkeys.execute.problem import Problem
 
 ROWS = 512
 """Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip later
-keys, as torch's own causal kernel does, which knows neither padding nor queries that begin late.
+keys. Torch's own causal kernel does so, too, but supports neither padding nor an offset.
 """
 
 
@@ -34,10 +34,9 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 
 
 def _attend(x: Inputs, weights: Weights) -> Tensor:
-    if (is_reference := x.impl == "reference") or not isinstance(weights, Softmax):
+    if x.impl == "reference" or not isinstance(weights, Softmax):
         x = x.clear()
-        dense = reference.attend if is_reference else reference.attend_in_pieces
-        return dense(Problem(x, Graph(x, full=True), None, weights))
+        return reference.attend(Problem(x, Graph(x, full=True), None, weights))
     if x.bias is not None and not x.is_causal and x.valid is None and x.query.device.type == "cpu":
         # Biases of reversed queries take no memory. Kernels of other devices want whole rows.
         bias = x.bias.from_last(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)

@@ -1,4 +1,4 @@
-"""The definition of a plan, on dense matrices in working precision: what every test compares with.
+"""The definition of a plan, with which every test compares: dense matrices in working precision.
 
 Every query is scored against every key under the graph's mask. Stand-ins are further columns.
 """
@@ -20,22 +20,17 @@ from fewkeys.rest.base import AnyStandIns, BlockStandIns, RangeStandIns, StandIn
 
 
 def unsupported(problem: Problem) -> None:
-    """Nothing: it is the definition."""
+    """None: it is the definition."""
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv). Cost O(n^2 (D + Dv)), memory O(n^2) per query head."""
-    return _attend(problem, 0, problem.inputs.queries).to(problem.inputs.query.dtype)
-
-
-def attend_in_pieces(problem: Problem) -> Tensor:
-    """The output, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
+    """The output (B, Hq, Nq, Dv), some queries at a time. Cost O(n^2 (D + Dv)), memory O(n (D + Dv))."""
     x = problem.inputs
     return torch.cat([_attend(problem, start, stop) for start, stop in query_blocks(x)], 2).to(x.query.dtype)
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
-    """The output of queries start .. stop - 1."""
+    """For queries start .. stop - 1."""
     x, s, kernel = problem.inputs, problem.stand_ins, problem.weights.kernel
     query, kept = working(x.query[:, :, start:stop]) * x.scale, problem.graph.mask(start, stop)
     key, value = _by_query_head(x, x.key), _by_query_head(x, x.value)

@@ -219,10 +219,9 @@ class Coded(Fields):
         block = (memory.rows.count - 1) // BLOCK
         if memory.step is None or not memory.step.serves(memory, query, scale, block):
             problem = memory._problem(query, scale)
-            call = native.repeated(problem)
-            if call is None:
+            if native.unsupported(problem) is not None:
                 return replace(memory, step=None), dispatch.attend(problem)
-            memory = replace(memory, step=_Step(query.shape, scale, block, memory._held, call))
+            memory = replace(memory, step=_Step(query.shape, scale, block, memory._held, ScanCall(problem)))
         return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
 
     @property

@@ -18,7 +18,7 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.execute.torch.sources import Band, Chunk, Kept, KeySource, Lists, Means, PastMeans, Source, assembled
+from fewkeys.execute.torch.sources import Band, Chunk, Kept, Lists, Means, PastMeans, Source, assembled
 from fewkeys.rest.base import BlockStandIns, StandIns, unkept
 
 CACHED_SCORES = 2**20
@@ -26,7 +26,7 @@ CACHED_SCORES = 2**20
 
 
 def unsupported(problem: Problem) -> None:
-    """Nothing: torch's operations answer every plan."""
+    """None: torch's operations answer every plan."""
 
 
 def attend(problem: Problem) -> Tensor:
@@ -34,10 +34,10 @@ def attend(problem: Problem) -> Tensor:
     x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
     if (scanned := by_scan.only_scan(graph)) is not None:
         return by_scan.attend(problem, scanned)
-    if graph.columns is not None and graph.columns.place is not None:
-        return by_cohort.attend(problem, graph.columns, graph.columns.place)
+    if problem.by_cohort:
+        return by_cohort.attend(problem)
     if graph.rows is not None or graph.full or graph.scan is not None:
-        return reference.attend_in_pieces(problem)
+        return reference.attend(problem)
     lead, size = 0, 64 if graph.band is None else band_block(sum(graph.band))
     if graph.columns is not None and graph.columns.blocks > 1:
         size = graph.columns.size
@@ -82,7 +82,7 @@ def _attend_chunk(chunk: Chunk, sources: list[Source], weights: Weights, distanc
     multiplicity = None
     if distances is not None:
         for number, source in enumerate(sources):
-            if isinstance(source, KeySource):
+            if isinstance(source, Lists | Band):
                 parts[number] = parts[number] + distances.of(source.place(chunk), chunk)
             elif isinstance(source, Means):
                 parts[number] = parts[number] + distances.of_stand_ins(source.member, chunk)

@@ -7,6 +7,7 @@ order of the queries. So do the masses of stand-ins under a bias of distances.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,17 +26,15 @@ from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
 from fewkeys.rest.base import StandIns, value_shift
 
 
-def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of a graph with these lists of the cohorts at `place`, equal to `reference.attend` up
-    to rounding. Cost O(n slots (D + Dv)).
-    """
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
     x, s = problem.inputs, problem.stand_ins
-    width = columns.index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
+    width = _lists(problem).index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
     rows, most = [], at_once(x.query)
     for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
         parts = [(batch, heads) for heads in _slices(x.kv_heads, most // per_head)]
-        rows.append(torch.cat([_attend(*_part(problem, columns, place, part)) for part in parts], 1))
+        rows.append(torch.cat([_attend(_part(problem, part)) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
 
 
@@ -44,22 +43,25 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _part(
-    problem: Problem, columns: Columns, place: Tensor, part: tuple[slice, slice]
-) -> tuple[Problem, Columns, Tensor]:
-    """The arguments of `attend` for some sequences and key heads."""
-    s, (batch, heads) = problem.stand_ins, part
+def _lists(problem: Problem) -> Columns:
+    return cast("Columns", problem.graph.columns)
+
+
+def _part(problem: Problem, part: tuple[slice, slice]) -> Problem:
+    """The problem of some sequences and key heads."""
+    s, columns, (batch, heads) = problem.stand_ins, _lists(problem), part
     inputs = problem.inputs.heads(heads, batch)
-    lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
+    lists = Columns(columns.index[part], columns.used[part], columns.size, cast("Tensor", columns.place)[part])
     if isinstance(s, StandIns):
         s = s.changed(lambda tensor: tensor[part])
-    graph = Graph(inputs, problem.graph.band, lists)
-    return replace(problem, inputs=inputs, graph=graph, stand_ins=s), lists, place[part]
+    return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
 
 
-def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
+def _attend(problem: Problem) -> Tensor:
     """The output in working precision."""
-    x, s, band, place = problem.inputs, problem.stand_ins, problem.graph.band, places.clamp_min(0)
+    x, s, band, columns = problem.inputs, problem.stand_ins, problem.graph.band, _lists(problem)
+    places = cast("Tensor", columns.place)
+    place = places.clamp_min(0)
     size = 64 if band is None else band_block(sum(band))
     distances = None if x.bias is None else Distances(x, x.bias, size, band)
     queries = working(x.grouped_query().flatten(2, 3)) * x.scale

@@ -80,17 +80,10 @@ def assembled(
     attend: gives (H, gqa_ratio, stop - start, Dv) for the arguments heads, start and stop.
     """
     x, rows = inputs, []
-    output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
-    for head in range(0, len(output), heads):
-        part, row = slice(head, head + heads), []
-        for start, stop in spans:
-            attended = attend(part, start, stop)
-            if attended.requires_grad:  # in-place writes would copy the whole gradient once per part
-                row.append(attended.to(output.dtype))
-            else:
-                output[part, :, start:stop] = attended
-        rows += [torch.cat(row, 2)] if row else []
-    return torch.unflatten(torch.cat(rows) if rows else output, 0, (x.batch, x.kv_heads)).flatten(1, 2)
+    for head in range(0, x.batch * x.kv_heads, heads):
+        parts = [attend(slice(head, head + heads), *span).to(x.query.dtype) for span in spans]
+        rows.append(torch.cat(parts, 2))
+    return torch.unflatten(torch.cat(rows), 0, (x.batch, x.kv_heads)).flatten(1, 2)
 
 
 class Source(ABC):
@@ -123,21 +116,13 @@ class Kept(Source):
         """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
 
 
-class KeySource(Kept):
-    """Keys that all queries of a block share."""
-
-    @abstractmethod
-    def place(self, chunk: Chunk) -> Tensor:
-        """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
-
-
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
     at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
     return torch.unflatten(working(rows.gather(1, at)), 1, index.shape[1:])
 
 
-class Lists(KeySource):
+class Lists(Kept):
     """Lists of keys: one for every block of queries, or one for all."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
@@ -168,6 +153,7 @@ class Lists(KeySource):
         return (self._by_list(weights, chunk) @ self._rows(self.value, chunk)).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
+        """The key of every column, (H, blocks or 1, width); any key where the column is hidden."""
         return chunk.part(self.index)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
@@ -177,7 +163,7 @@ class Lists(KeySource):
         return members.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
 
 
-class Band(KeySource):
+class Band(Kept):
     """The keys from `left` before to `right` after every query, except those that its lists hold already."""
 
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
@@ -208,6 +194,7 @@ class Band(KeySource):
         return (chunk.by_block(weights) @ working(self._stretch(self.value, chunk)).mT).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
+        """The same as of `Lists`, (1, blocks, width)."""
         return self._places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
