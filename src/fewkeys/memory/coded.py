@@ -64,12 +64,6 @@ class Coded(Fields):
     step: _Step | None = None
 
     @staticmethod
-    def check(plan: Plan) -> None:
-        """Raise `ValueError` or `TypeError` for a plan without such memory."""
-        if len(plan.parts) != 1:
-            raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
-
-    @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Coded:
         """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
         rows, later = HeldRows.empty(rules.leaves, key, value), None

@@ -87,10 +87,6 @@ class Constant(Fields):
     before: tuple[State, ...] = field(default=(), metadata=DERIVED)
 
     @staticmethod
-    def check(plan: Plan) -> None:
-        parts_of(plan)
-
-    @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Constant:
         parts = parts_of(rules.plan)
         return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
