@@ -24,7 +24,7 @@ keys. Torch's own causal kernel does so, too, but supports neither padding nor a
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
-    """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, dense
+    """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, but dense
     under `impl="reference"`. Inputs are rescaled where hidden scores could overflow.
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
@@ -54,7 +54,7 @@ def _attend(x: Inputs, weights: Weights) -> Tensor:
         query, key, value = x.query[:, :, start:stop], x.key[:, :, :last], x.value[:, :, :last]
         part = replace(x, query=query, key=key, value=value, offset=x.offset + start)
         outputs.append(_masked(part, visible(x, start, stop)[..., :last]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return torch.cat(outputs, 2)
 
 
 def _masked(x: Inputs, seen: Tensor) -> Tensor:

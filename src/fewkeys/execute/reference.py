@@ -30,7 +30,6 @@ def attend(problem: Problem) -> Tensor:
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
-    """For queries start .. stop - 1."""
     x, s, kernel = problem.inputs, problem.stand_ins, problem.weights.kernel
     query, kept = working(x.query[:, :, start:stop]) * x.scale, problem.graph.mask(start, stop)
     key, value = _by_query_head(x, x.key), _by_query_head(x, x.value)
@@ -61,7 +60,7 @@ class _Rows(NamedTuple):
 
 
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv): of each row, or
+"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row or
 of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
 """
 
@@ -75,7 +74,7 @@ def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
 
 
 def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for all queries of a key head, or for every query's cohort; queries of no cohort see none."""
+    """Of a key head, or of each query's cohort; queries of no cohort see none."""
     x, columns = problem.inputs, problem.graph.columns
     cohort = None
     if columns is not None and columns.place is not None:
@@ -113,7 +112,6 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for the past of every block of queries."""
     x, columns = problem.inputs, problem.graph.columns
     if columns is None:
         block = torch.zeros(rows.stop - rows.start, dtype=torch.int64, device=x.query.device)
@@ -128,7 +126,6 @@ def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Colu
 
 
 def _of_ranges(x: Inputs, stand_ins: RangeStandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for the ranges of keys of every query's step."""
     step = stand_ins.step(x, rows.start, rows.stop)
     key, value = (_by_query_head(x, part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
     before = pad(rows.kept.to(key.dtype).cumsum(-1), (1, 0))

@@ -1,11 +1,8 @@
 """Memory of every token, with codes of the keys. A query scans the codes and reads the few keys that it chooses.
 
-    rows                 keys and values; converted to int8, if that is asked for, once the plan answers
-    codes, sigma, sums   of every complete block of 32 keys
-
-The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, whatever the pieces in which they come, and
-all later ones by the plan. Keys whose squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at
-every call, since a later key may change the scale.
+The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan. Keys whose
+squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at every call, since a later key may change
+the scale.
 """
 
 from __future__ import annotations
@@ -47,14 +44,14 @@ LEAST = 8
 class Coded(Fields):
     """The memory of `KeyScan`.
 
-    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): of all keys and
-    values before each block and before the unfinished one.
+    Of complete blocks of 32 keys: codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32), and sums (B, Hkv,
+    1 + blocks, D + Dv) of all keys and values before each block and before the unfinished one.
     """
 
     rules: Rules
     rows: HeldRows
     later: HeldRows | None = field(metadata=DERIVED)
-    """Replaces `rows` once the plan answers; None: it has, or never will."""
+    """Replaces `rows`, in int8, once the plan answers; None: it has, or never will."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
@@ -104,9 +101,8 @@ class Coded(Fields):
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Coded, Tensor | None]:
-        """The memory with N more tokens, and the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if any.
-
-        `is_large`: squares of entries may overflow.
+        """The memory with N more tokens, and the outputs of their queries (B, Hq, N, D), if any. `is_large`: squares of
+        entries may overflow.
         """
         memory = replace(self, is_large=True) if is_large and not self.is_large else self
         if query is None:
@@ -127,9 +123,8 @@ class Coded(Fields):
         return memory, torch.cat([exactly, by_plan], 2)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-        """Add a token and return the output of its query, by the kernel call of the token before.
-
-        None, and no token is added, if that call does not serve it.
+        """Add a token and return the output of its query, by the kernel call of the token before; None, and no token is
+        added, if that call does not serve it.
         """
         step, count = self.step, self.rows.count
         if step is None or self.is_large or self.exact_until is None or count < self.exact_until:
@@ -145,7 +140,7 @@ class Coded(Fields):
         return output
 
     def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether a kernel can store this token as it is: there is room, and its rows are like the others."""
+        """Whether a kernel can store this token: there is room, and its rows are like the others."""
         if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
             return False
         rows = self.rows
@@ -177,7 +172,7 @@ class Coded(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
-        """The memory of `count` tokens in the facts and tensors of a file; `ValueError` if they are not valid."""
+        """The memory of `count` tokens in a file; `ValueError` if it is not valid."""
         if facts.moved is not None:
             raise ValueError(f"expected no number of moved tokens for a KeyScan, got {facts.moved}")
         rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
@@ -228,7 +223,6 @@ class Coded(Fields):
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self.is_large)
 
     def _problem(self, query: Tensor, scale: float) -> Problem:
-        """The problem of the last tokens' queries (B, Hq, N, D)."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         codes = Codes(self.codes.rows.unflatten(3, (-1, 16)), self.sigma.rows.flatten(2))
@@ -252,8 +246,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The kernel call of the last token. It serves all tokens of its block, which see the same codes and sums, while
-    the buffers stay the same.
+    """The kernel call of the last token, for all tokens of its block, which see the same codes and sums, while the
+    buffers stay the same.
     """
 
     shape: torch.Size
@@ -272,7 +266,7 @@ class _Step:
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two functions that add one more token after those of the inputs: one attends exactly, one by the plan."""
+    """Two functions that add a token after those of the inputs: one attends exactly, one by the plan."""
     x = inputs
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
@@ -282,7 +276,7 @@ def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callab
 
         def add() -> Tensor:
             nonlocal memory
-            output = memory.answer(*token)  # as streams do: nearly all tokens repeat the kernel call of the one before
+            output = memory.answer(*token)  # as streams do
             if output is None:
                 memory, output = memory._extend(*token, by_plan=by_plan)
             return output

@@ -95,10 +95,3 @@ def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
     if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
         raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")
     return tuple((start, stop) for start, stop in gaps)
-
-
-def checked_rows(rows: Tensor) -> Tensor:
-    """The rows of a file; `ValueError` unless they are numbers of sequences."""
-    if rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
-        raise ValueError(f"expected rows (sequences,) of torch.int64, got {tuple(rows.shape)} of {rows.dtype}")
-    return rows

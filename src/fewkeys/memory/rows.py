@@ -65,7 +65,6 @@ class HeldRows(Fields):
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def make_room(self, count: int) -> None:
-        """Allocate memory for `count` tokens in all."""
         for buffer in self.buffers:
             buffer.make_room(count)
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.precision import full_precision, lowered, widened, working_dtype
+from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
 from fewkeys.memory.checks import Kind, NewTokens, check_query, check_tokens
 from fewkeys.memory.coded import Coded
 from fewkeys.memory.constant import Constant, parts_of
-from fewkeys.memory.groups import Group, checked_gaps, checked_rows, real_tokens
+from fewkeys.memory.groups import Group, checked_gaps, real_tokens
 from fewkeys.memory.rows import LeafType, Rules, check_leaves
 from fewkeys.plan import Plan
 
@@ -50,7 +51,7 @@ class Stream:
     different padding are computed in turn. A token costs O(slots (D + Dv)) at any length, and in addition:
 
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
-        KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
+        KeyScan                     memory O(n (D + Dv)); O(D log D) for the code of a key, and a scan of n D / 4 bytes
 
     `undo`: the number of latest tokens that `crop` can always remove, for the memory of one or two more units. No
     gradients.
@@ -257,7 +258,8 @@ class Stream:
         left, groups, plans = dict(tensors), [], [*self._heads.items()]
         for number, group_facts in enumerate(facts.groups):
             of_group = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
-            rows, gaps = checked_rows(of_group.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
+            rows, gaps = of_group.pop("rows"), checked_gaps(group_facts.gaps, facts.length)
+            check({"rows": rows}, {"rows": Form((None,), torch.int64)})
             rules, heads = plans[group_facts.plan]
             tokens = real_tokens(gaps, facts.length)
             memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, of_group)
@@ -300,7 +302,6 @@ class Stream:
         return dim**-0.5 if self.scale is None else self.scale
 
     def _begin(self, kind: Kind) -> None:
-        """Make empty memories for such tokens."""
         rows = torch.arange(kind.batch, device=kind.device)
         for number, (rules, heads) in enumerate(self._heads.items()):
             heads = heads or [*range(kind.heads)]

@@ -30,7 +30,7 @@ def form(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding; the keys chosen are the same.
+    """The output (B, Hq, Nq, Dv); the chosen keys are those of the reference.
 
     Cost O(n slots (D + Dv)) beside the scan; nothing but the output is stored.
     """

@@ -16,7 +16,7 @@ from fewkeys.rest.base import StandIns
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Scores and sums are float32.
+    """The output (B, Hq, Nq, Dv). Scores and sums are float32.
 
     Cost O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """

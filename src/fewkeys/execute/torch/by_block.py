@@ -1,11 +1,11 @@
 """Plans by blocks of queries at consecutive positions.
 
 What all queries of a head share (lists, stand-ins) is one matrix product; the band is another, over overlapping views
-of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference,
-some queries at a time.
+of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference.
 """
 
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fewkeys.execute.torch.sources import Band, Chunk, Kept, Lists, Means, PastM
 from fewkeys.rest.base import BlockStandIns, StandIns, unkept
 
 CACHED_SCORES = 2**20
-"""Scores held at a time (4 MB in float32): about the cache next to a core."""
+"""Scores held at a time: 4 MB in float32, about the cache next to a core."""
 
 
 def unsupported(problem: Problem) -> None:
@@ -30,7 +30,7 @@ def unsupported(problem: Problem) -> None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
+    """The output (B, Hq, Nq, Dv). Cost O(n (slots + block) (D + Dv))."""
     x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
     if (scanned := by_scan.only_scan(graph)) is not None:
         return by_scan.attend(problem, scanned)
@@ -68,7 +68,7 @@ def attend(problem: Problem) -> Tensor:
         chunk = Chunk.of(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
         return chunk.by_query(_attend_chunk(chunk, sources, weights, distances))[:, :, : stop - start]
 
-    # Some heads and some blocks of queries at a time, at most `CACHED_SCORES` scores.
+    # At most `CACHED_SCORES` scores at a time.
     width = sum(source.width for source in sources) * x.gqa_ratio
     heads = max(1, min(query.shape[0], CACHED_SCORES // max(1, width * x.queries)))
     span = max(1, CACHED_SCORES // (heads * width * size)) * size
@@ -92,9 +92,6 @@ def _attend_chunk(chunk: Chunk, sources: list[Source], weights: Weights, distanc
     weight = weights.kernel(parts)
     if multiplicity is not None:
         weight[-1] = weight[-1] * multiplicity if weight[-1].requires_grad else weight[-1].mul_(multiplicity)
-    total = weight[0].sum(-1, keepdim=True)
-    mixed = sources[0].mix(weight[0], chunk)
-    for source, part in zip(sources[1:], weight[1:], strict=True):
-        total += part.sum(-1, keepdim=True)
-        mixed += source.mix(part, chunk)
+    total = reduce(torch.add, (part.sum(-1, keepdim=True) for part in weight))
+    mixed = reduce(torch.add, (source.mix(part, chunk) for source, part in zip(sources, weight, strict=True)))
     return mixed / positive(total)

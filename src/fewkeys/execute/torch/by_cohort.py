@@ -1,8 +1,8 @@
 """Plans with lists for cohorts of queries.
 
-Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product. A band is one
-product for every block of consecutive queries: its scores join those of the cohorts, and its weights go back to the
-order of the queries. So do the masses of stand-ins under a bias of distances.
+Queries are gathered by cohort, so that a cohort's list and its stand-ins are one matrix product. A band is one product
+for every block of consecutive queries: its scores are gathered by cohort, and its weights go back to the order of the
+queries. Under a bias of distances, masses of stand-ins are gathered likewise.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from fewkeys.rest.base import StandIns, value_shift
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
+    """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
     x, s = problem.inputs, problem.stand_ins
     width = _lists(problem).index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
@@ -48,7 +48,6 @@ def _lists(problem: Problem) -> Columns:
 
 
 def _part(problem: Problem, part: tuple[slice, slice]) -> Problem:
-    """The problem of some sequences and key heads."""
     s, columns, (batch, heads) = problem.stand_ins, _lists(problem), part
     inputs = problem.inputs.heads(heads, batch)
     lists = Columns(columns.index[part], columns.used[part], columns.size, cast("Tensor", columns.place)[part])
@@ -58,7 +57,6 @@ def _part(problem: Problem, part: tuple[slice, slice]) -> Problem:
 
 
 def _attend(problem: Problem) -> Tensor:
-    """The output in working precision."""
     x, s, band, columns = problem.inputs, problem.stand_ins, problem.graph.band, _lists(problem)
     places = cast("Tensor", columns.place)
     place = places.clamp_min(0)
@@ -104,8 +102,8 @@ def _attend(problem: Problem) -> Tensor:
 class _Near:
     """The keys of a band around every query but those that its cohort's list holds.
 
-    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other, and the `width` keys
-    around a block of consecutive queries.
+    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other, and of the keys
+    around each block of consecutive queries.
     """
 
     def __init__(
@@ -145,15 +143,15 @@ class _Near:
         return self._by_query(self.band.mix(in_blocks(self._by_head(weights), self.chunk.size), self.chunk))
 
     def counts(self, stand_ins: StandIns) -> Tensor:
-        """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
+        """How many of a query's keys here each cluster has, (B, Hkv, R Nq, C)."""
         seen = self.scores > -torch.inf
         counts = stand_ins.size.new_zeros((*seen.shape[:3], stand_ins.count))
         return counts.scatter_add_(-1, stand_ins.label[..., self.position], seen.to(counts.dtype))
 
 
 class _Biases:
-    """What a bias of distances adds to the scores of lists, `of_list` (B, Hkv, H, M, S), and does to the masses of
-    stand-ins. `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
+    """A bias of distances: of lists, `of_list` (B, Hkv, H, M, S), and in the masses of stand-ins. `largest`
+    (B, Hkv, H, M, 1): of each query's head.
     """
 
     def __init__(self, inputs: Inputs, distances: Distances, columns: Columns, place: Tensor) -> None:
@@ -181,7 +179,7 @@ class _Biases:
 
 
 def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
-    """Rows (B, Hkv, H, M, X) of the queries at `place`, in the order of these, (B, Hkv, R Nq, X); else zeros."""
+    """Rows (B, Hkv, H, M, X) in the order of the queries, (B, Hkv, R Nq, X); zeros for queries of no cohort."""
     queries, places = inputs.gqa_ratio * inputs.queries, place.flatten(2)
     row = torch.arange(places.shape[2], device=place.device).expand_as(places)
     # The row of each query; behind the last one for queries of no cohort.

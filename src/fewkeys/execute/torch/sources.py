@@ -24,7 +24,7 @@ from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Some consecutive blocks of queries of some key heads, of all sequences."""
+    """Consecutive blocks of queries of some key heads."""
 
     heads: slice
     start: int  # first query
@@ -36,7 +36,7 @@ class Chunk:
 
     @staticmethod
     def of(query: Tensor, heads: slice, start: int, size: int, offset: int) -> Chunk:
-        """Of scaled queries (H, gqa_ratio, N, D) from query `start` on, in working precision."""
+        """Of scaled queries (H, gqa_ratio, N, D) from query `start` on."""
         ratio, count = query.shape[1:3]
         return Chunk(heads, start, -(-count // size), size, ratio, offset, in_blocks(query, size))
 
@@ -75,9 +75,8 @@ def in_blocks(rows: Tensor, size: int) -> Tensor:
 def assembled(
     inputs: Inputs, heads: int, spans: Sequence[tuple[int, int]], attend: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for `heads` heads and one span of queries start .. stop - 1 at a time.
-
-    attend: gives (H, gqa_ratio, stop - start, Dv) for the arguments heads, start and stop.
+    """The output (B, Hq, Nq, Dv). `attend(heads, start, stop)` gives (H, gqa_ratio, stop - start, Dv), for as many
+    `heads` and one of the `spans` of queries at a time.
     """
     x, rows = inputs, []
     for head in range(0, x.batch * x.kv_heads, heads):
@@ -94,14 +93,14 @@ class Source(ABC):
 
     @abstractmethod
     def scores(self, chunk: Chunk) -> Tensor:
-        """Fresh scores (H, M, width) of a chunk of queries; hidden entries are -inf."""
+        """Fresh scores (H, M, width); hidden entries are -inf."""
 
     @abstractmethod
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        """The weighted sum of the source's values (H, M, Dv)."""
+        """The weighted sums (H, M, Dv) of values."""
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
-        """How many keys each entry represents, (H, M or 1, width); None: one, or scores include the number."""
+        """The keys that each entry represents, (H, M or 1, width); None: one, or scores include the number."""
         return None
 
 
@@ -178,10 +177,12 @@ class Band(Kept):
         self.padding = None if inputs.valid is None else (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
 
     def _stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
-        first = chunk.first_key - self.left
-        last = chunk.first_key + chunk.blocks * chunk.size + self.right
-        return stretch(rows[chunk.heads], first, last).unfold(1, self.width, self.size)
+        """The rows (H, N, D) of each block's band: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
+        return stretch(rows[chunk.heads], *self._ends(chunk)).unfold(1, self.width, self.size)
+
+    def _ends(self, chunk: Chunk) -> tuple[int, int]:
+        """The first place of the first block's band, and the place after the last one's."""
+        return chunk.first_key - self.left, chunk.first_key + chunk.blocks * chunk.size + self.right
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.by_block(chunk.query) @ working(self._stretch(self.key, chunk))
@@ -211,9 +212,9 @@ class Band(Kept):
         return first + torch.arange(self.width, device=self.key.device)
 
     def _hidden(self, chunk: Chunk) -> Iterator[Tensor]:
-        """(H or 1, blocks, width): places outside the sequence, padding, and keys that the block's lists hold."""
+        """(H or 1, blocks, width): places outside the sequence, padding, and keys in the block's lists."""
         place = self._places(chunk)
-        first, last = chunk.first_key - self.left, chunk.first_key + chunk.blocks * chunk.size + self.right
+        first, last = self._ends(chunk)
         if first < 0 or last > self.keys:
             yield ((place < 0) | (place >= self.keys)).unsqueeze(0)
         if self.padding is not None:
@@ -222,7 +223,7 @@ class Band(Kept):
             yield self._listed(self.columns, chunk)
 
     def _listed(self, columns: Columns, chunk: Chunk) -> Tensor:
-        """(H, blocks, width): keys that the block's list holds."""
+        """(H, blocks, width): keys in the block's list."""
         lists, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
         place = lists - self._places(chunk)[:, :1]
         inside = used & (place >= 0) & (place < self.width)
@@ -237,7 +238,7 @@ class Means(Source):
     def __init__(self, stand_ins: StandIns, unkept: Tensor, near: Sequence[Kept]) -> None:
         s = stand_ins.changed(lambda part: part.flatten(0, 1) if part.ndim == 3 else working(part).flatten(0, 2))
         if s.factor is not None:
-            # The factors are one more column of the values.
+            # The factors are a last column of the values.
             s = replace(s, value=torch.cat([s.value, s.factor.unsqueeze(-1)], -1))
         self.rows, self.near, self.width = s, near, stand_ins.count
         self.stand_ins, self.unkept = stand_ins, unkept
@@ -274,7 +275,7 @@ class Means(Source):
 
 
 class PastMeans(Source):
-    """The stand-ins that each block of queries has of its past."""
+    """The stand-ins for the past of each block of queries."""
 
     def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
         self.key, self.value, bias, self.size = (
