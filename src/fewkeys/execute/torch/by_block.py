@@ -49,7 +49,7 @@ def attend(problem: Problem) -> Tensor:
         led = replace(graph, inputs=whole, extra=extra)
         return attend(replace(problem, inputs=whole, graph=led))[:, :, lead:]
     sources: list[Source] = []
-    if graph.columns is not None:
+    if graph.columns is not None and graph.columns.index.shape[3]:
         sources.append(Lists(x, graph.columns))
     if graph.band is not None:
         sources.append(Band(x, graph.band, graph.columns, size))
@@ -60,8 +60,9 @@ def attend(problem: Problem) -> Tensor:
     elif isinstance(stand_ins, StandIns):
         near = [source for source in sources if isinstance(source, Kept) and source.is_represented]
         sources.append(Means(stand_ins, unkept(x, graph), near))
+    if not sources:
+        return reference.attend(problem)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
-
     query = x.grouped_query().flatten(0, 1)
 
     def part(heads: slice, start: int, stop: int) -> Tensor:
