@@ -1,8 +1,8 @@
 """The choice between a plan and exact attention, by linear models of their times on this machine.
 
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
-`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. The times of
-the sequences of a batch add up. With gradients, lines include the backward pass.
+`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. With
+gradients, lines include the backward pass.
 
 Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU at `ON_GPU`
 tokens. The runs take turns, so that other load disturbs all of them, and the fastest of each counts. `impl="auto"`
@@ -88,7 +88,6 @@ class Setting:
         return cls(query.device, query.dtype, *facts, is_causal, is_biased, is_trained(query, key, value))
 
     def facts(self) -> dict[str, Any]:
-        """The setting as JSON values, a GPU by its name."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         return asdict(self) | {"device": device, "dtype": str(self.dtype)}
 
@@ -106,7 +105,7 @@ class Setting:
 
 
 class Expected(NamedTuple):
-    """Milliseconds that exact attention and the plan are expected to take."""
+    """Expected milliseconds."""
 
     exact: float
     plan: float
@@ -144,7 +143,7 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The kept lines of exact attention, of preparing and of attending."""
+    """Of exact attention, of preparing and of attending."""
     numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
@@ -157,7 +156,7 @@ def _apart(measure: Callable[[], tuple[Numbers, bool]]) -> tuple[Numbers, bool]:
 
 @full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
-    """The lines, and whether they are reliable. Preparing takes the time of a call less that of attending."""
+    """The lines, and whether they are reliable."""
     pairs, calm = timed_pairs(_points(setting, plan), setting)
     is_sound = calm and all(few[1] < many[1] for few, many in pairs)
     exact_pair, calls, attend = pairs

@@ -60,12 +60,12 @@ class _Rows(NamedTuple):
 
 
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row or
-of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
-"""
 
 
 def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
+    """What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row
+    or of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
+    """
     if isinstance(stand_ins, StandIns):
         return _of_lists(problem, stand_ins, rows)
     if isinstance(stand_ins, RangeStandIns):

@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     @staticmethod
     def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
-        """The kind of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        """Of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
         batch, heads, _, dim = key.shape
         return Kind(batch, heads, dim, value.shape[3], dtype, key.device)
 

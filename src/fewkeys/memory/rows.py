@@ -53,7 +53,7 @@ class HeldRows(Fields):
 
     @staticmethod
     def empty(leaves: LeafType, key: Tensor, value: Tensor) -> HeldRows:
-        """No tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        """No tokens, of the shape of others."""
         return HeldRows(key.dtype, *map(Buffer, _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")))
 
     @property

@@ -64,7 +64,7 @@ class State(Fields):
 
     @staticmethod
     def empty(means: int, key: Tensor, value: Tensor) -> State:
-        """No tokens, with places for `means` stand-ins, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        """No tokens, and places for `means` stand-ins, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         none, rows = Stretch.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
             0,

@@ -63,7 +63,7 @@ def _attend(problem: Problem) -> Tensor:
     size = 64 if band is None else band_block(sum(band))
     distances = None if x.bias is None else Distances(x, x.bias, size, band)
     queries = working(x.grouped_query().flatten(2, 3)) * x.scale
-    near = None if band is None else _Near(x, band, columns, places, queries, distances)
+    near = None if band is None else _Near(problem, band, queries, distances)
     query = take(queries, place)
     list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
     scores = [query @ list_key.mT]
@@ -106,17 +106,9 @@ class _Near:
     around each block of consecutive queries.
     """
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        band: tuple[int, int],
-        columns: Columns,
-        place: Tensor,
-        query: Tensor,
-        distances: Distances | None,
-    ) -> None:
-        x, self.inputs = inputs, inputs
-        size = band_block(sum(band))
+    def __init__(self, problem: Problem, band: tuple[int, int], query: Tensor, distances: Distances | None) -> None:
+        x, columns, size = problem.inputs, _lists(problem), band_block(sum(band))
+        self.inputs = x
         self.band = Band(x, band, None, size)
         self.chunk = Chunk.of(self._by_head(query), slice(None), 0, size, x.offset)
         scores, around = self.band.scores(self.chunk), self.band.place(self.chunk)
@@ -124,7 +116,7 @@ class _Near:
             scores = scores + distances.of(around, self.chunk)
         self.position = around[0].repeat_interleave(size, 0)[: x.queries].repeat(x.gqa_ratio, 1)
         listed = marked(columns.index, columns.used, x.keys)
-        cohort = cohort_of_queries(x, place).unflatten(1, (x.kv_heads, -1)).flatten(2, 3).clamp_min(0)
+        cohort = cohort_of_queries(x, cast("Tensor", columns.place)).reshape(x.batch, x.kv_heads, -1).clamp_min(0)
         at = cohort.unsqueeze(-1) * x.keys + self.position
         hidden = listed.flatten(2).gather(-1, at.flatten(2)).view(at.shape) > 0
         self.scores = self._by_query(scores).masked_fill(hidden, -torch.inf)
