@@ -95,7 +95,7 @@ class Coded(Fields):
         total = self.rows.count + key.shape[2]
         if self.later is None:
             self.rows.make_room(total)
-        elif query is not None and total > exact_length(self.rules.plan, query, key, value, _one_token):
+        elif query is not None and total > self._exact_length(query, key, value):
             self.later.make_room(total)
 
     def extend(
@@ -108,19 +108,20 @@ class Coded(Fields):
         if query is None:
             memory.rows.append(key, value)
             return memory, None
-        if memory.exact_until is None:
-            until = exact_length(self.rules.plan, query, key, value, _one_token)
-            memory = replace(memory, exact_until=until)
-        first = memory.exact_until - memory.rows.count  # type: ignore[operator]
-        if not 0 < first < key.shape[2]:
-            return memory._extend(query, key, value, scale, by_plan=first <= 0)
-        sizes = [first, key.shape[2] - first]
-        (query, late_query), (key, late_key), (value, late_value) = (
-            rows.split(sizes, 2) for rows in (query, key, value)
-        )
-        memory, exactly = memory._extend(query, key, value, scale, by_plan=False)
-        memory, by_plan = memory._extend(late_query, late_key, late_value, scale, by_plan=True)
-        return memory, torch.cat([exactly, by_plan], 2)
+        until, outputs = self._exact_length(query, key, value), []
+        memory = replace(memory, exact_until=until)
+        first = max(until - self.rows.count, 0)
+        for by_plan, piece in ((False, slice(first)), (True, slice(first, None))):
+            q, k, v = query[:, :, piece], key[:, :, piece], value[:, :, piece]
+            if k.shape[2]:
+                memory, output = memory._extend(q, k, v, scale, by_plan=by_plan)
+                outputs.append(output)
+        return memory, torch.cat(outputs, 2)
+
+    def _exact_length(self, query: Tensor, key: Tensor, value: Tensor) -> int:
+        if self.exact_until is not None:
+            return self.exact_until
+        return exact_length(self.rules.plan, query, key, value, _one_token)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
         """Add a token and return the output of its query, by the kernel call of the token before; None, and no token is
@@ -205,13 +206,13 @@ class Coded(Fields):
         memory._finish_blocks()
         if query.shape[2] > 1:
             return memory, dispatch.attend(memory._problem(query, scale))
-        block = (memory.rows.count - 1) // BLOCK
-        if memory.step is None or not memory.step.serves(memory, query, scale, block):
+        step, place = self.step, memory.rows.count - 1
+        if step is None or not step.serves(memory, query, scale, place // BLOCK):
             problem = memory._problem(query, scale)
             if native.unsupported(problem) is not None:
                 return replace(memory, step=None), dispatch.attend(problem)
-            memory = replace(memory, step=_Step(query.shape, scale, block, memory._held, ScanCall(problem)))
-        return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
+            step = _Step(query.shape, scale, place // BLOCK, memory._held, ScanCall(problem))
+        return replace(memory, step=step), step.call.attend(query, place + 1, place)
 
     @property
     def _held(self) -> tuple[Tensor, ...]:
