@@ -66,7 +66,7 @@ def attend(problem: Problem) -> Tensor:
     query = x.grouped_query().flatten(0, 1)
 
     def part(heads: slice, start: int, stop: int) -> Tensor:
-        chunk = Chunk.of(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
+        chunk = Chunk(working(query[heads, :, start:stop]) * x.scale, heads, start, size, x.offset)
         return chunk.by_query(_attend_chunk(chunk, sources, weights, distances))[:, :, : stop - start]
 
     # At most `CACHED_SCORES` scores at a time.

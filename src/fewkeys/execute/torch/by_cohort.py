@@ -29,7 +29,7 @@ from fewkeys.rest.base import StandIns, value_shift
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
     x, s = problem.inputs, problem.stand_ins
-    width = _lists(problem).index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
+    width = _lists(problem)[0].index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
     rows, most = [], at_once(x.query)
     for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
@@ -43,22 +43,23 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _lists(problem: Problem) -> Columns:
-    return cast("Columns", problem.graph.columns)
+def _lists(problem: Problem) -> tuple[Columns, Tensor]:
+    """The lists of cohorts, and the places of their queries."""
+    columns = cast("Columns", problem.graph.columns)
+    return columns, cast("Tensor", columns.place)
 
 
 def _part(problem: Problem, part: tuple[slice, slice]) -> Problem:
-    s, columns, (batch, heads) = problem.stand_ins, _lists(problem), part
+    s, (columns, place), (batch, heads) = problem.stand_ins, _lists(problem), part
     inputs = problem.inputs.heads(heads, batch)
-    lists = Columns(columns.index[part], columns.used[part], columns.size, cast("Tensor", columns.place)[part])
+    lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
     if isinstance(s, StandIns):
         s = s.changed(lambda tensor: tensor[part])
     return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
 
 
 def _attend(problem: Problem) -> Tensor:
-    x, s, band, columns = problem.inputs, problem.stand_ins, problem.graph.band, _lists(problem)
-    places = cast("Tensor", columns.place)
+    x, s, band, (columns, places) = problem.inputs, problem.stand_ins, problem.graph.band, _lists(problem)
     place = places.clamp_min(0)
     size = 64 if band is None else band_block(sum(band))
     distances = None if x.bias is None else Distances(x, x.bias, size, band)
@@ -107,16 +108,16 @@ class _Near:
     """
 
     def __init__(self, problem: Problem, band: tuple[int, int], query: Tensor, distances: Distances | None) -> None:
-        x, columns, size = problem.inputs, _lists(problem), band_block(sum(band))
+        x, (columns, places), size = problem.inputs, _lists(problem), band_block(sum(band))
         self.inputs = x
         self.band = Band(x, band, None, size)
-        self.chunk = Chunk.of(self._by_head(query), slice(None), 0, size, x.offset)
+        self.chunk = Chunk(self._by_head(query), slice(None), 0, size, x.offset)
         scores, around = self.band.scores(self.chunk), self.band.place(self.chunk)
         if distances is not None:
             scores = scores + distances.of(around, self.chunk)
         self.position = around[0].repeat_interleave(size, 0)[: x.queries].repeat(x.gqa_ratio, 1)
         listed = marked(columns.index, columns.used, x.keys)
-        cohort = cohort_of_queries(x, cast("Tensor", columns.place)).reshape(x.batch, x.kv_heads, -1).clamp_min(0)
+        cohort = cohort_of_queries(x, places).reshape(x.batch, x.kv_heads, -1).clamp_min(0)
         at = cohort.unsqueeze(-1) * x.keys + self.position
         hidden = listed.flatten(2).gather(-1, at.flatten(2)).view(at.shape) > 0
         self.scores = self._by_query(scores).masked_fill(hidden, -torch.inf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 
 import torch
@@ -22,23 +22,16 @@ from fewkeys.core.rows import stretch
 from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 
-@dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive blocks of queries of some key heads."""
+    """Consecutive blocks of queries of the key heads `heads`, from query `start` on.
 
-    heads: slice
-    start: int  # first query
-    blocks: int
-    size: int  # queries per block
-    gqa_ratio: int
-    offset: int
-    query: Tensor  # (H, M, D), scaled, in working precision
+    query: (H, gqa_ratio, N, D), scaled, in working precision; then (H, M, D). size: queries per block.
+    """
 
-    @staticmethod
-    def of(query: Tensor, heads: slice, start: int, size: int, offset: int) -> Chunk:
-        """Of scaled queries (H, gqa_ratio, N, D) from query `start` on."""
-        ratio, count = query.shape[1:3]
-        return Chunk(heads, start, -(-count // size), size, ratio, offset, in_blocks(query, size))
+    def __init__(self, query: Tensor, heads: slice, start: int, size: int, offset: int) -> None:
+        self.heads, self.start, self.size, self.offset = heads, start, size, offset
+        self.gqa_ratio, self.blocks = query.shape[1], -(-query.shape[2] // size)
+        self.query = in_blocks(query, size)
 
     @property
     def first_key(self) -> int:
