@@ -90,14 +90,6 @@ class Coded(Fields):
         """The smallest number of tokens that `crop` can leave."""
         return 0
 
-    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Allocate memory for `extend`, or raise `MemoryError` before anything has changed."""
-        total = self.rows.count + key.shape[2]
-        if self.later is None:
-            self.rows.make_room(total)
-        elif query is not None and total > self._exact_length(query, key, value):
-            self.later.make_room(total)
-
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Coded, Tensor | None]:
@@ -108,20 +100,16 @@ class Coded(Fields):
         if query is None:
             memory.rows.append(key, value)
             return memory, None
-        until, outputs = self._exact_length(query, key, value), []
-        memory = replace(memory, exact_until=until)
-        first = max(until - self.rows.count, 0)
+        if (until := self.exact_until) is None:
+            until = exact_length(self.rules.plan, query, key, value, _one_token)
+            memory = replace(memory, exact_until=until)
+        first, outputs = max(until - self.rows.count, 0), []
         for by_plan, piece in ((False, slice(first)), (True, slice(first, None))):
             q, k, v = query[:, :, piece], key[:, :, piece], value[:, :, piece]
             if k.shape[2]:
                 memory, output = memory._extend(q, k, v, scale, by_plan=by_plan)
                 outputs.append(output)
         return memory, torch.cat(outputs, 2)
-
-    def _exact_length(self, query: Tensor, key: Tensor, value: Tensor) -> int:
-        if self.exact_until is not None:
-            return self.exact_until
-        return exact_length(self.rules.plan, query, key, value, _one_token)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
         """Add a token and return the output of its query, by the kernel call of the token before; None, and no token is

@@ -102,9 +102,6 @@ class Constant(Fields):
     def fewest(self) -> int:
         return self.before[0].moved if self.before else self.state.moved
 
-    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """This memory does not grow."""
-
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:

@@ -64,10 +64,6 @@ class HeldRows(Fields):
     def buffers(self) -> tuple[Buffer, ...]:
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
-    def make_room(self, count: int) -> None:
-        for buffer in self.buffers:
-            buffer.make_room(count)
-
     def append(self, key: Tensor, value: Tensor) -> None:
         for buffer, rows in zip(self.buffers, _stored(key, value, self.scale is not None), strict=True):
             buffer.append(rows)

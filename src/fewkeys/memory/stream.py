@@ -325,20 +325,21 @@ class Stream:
         groups = self._groups if real is None else [part for group in self._groups for part in group.by_padding(real)]
         is_alone = len(groups) == 1 and real is None
         ratio = 1 if query is None else query.shape[1] // key.shape[1]
-        places = [(..., ...) if is_alone else group.places(key, real, ratio) for group in groups]
-        tokens = [(None if query is None else query[of_queries], key[at], value[at]) for at, of_queries in places]
-        for group, rows in zip(groups, tokens, strict=True):
-            group.memory.make_room(*rows)
         output = None if query is None or is_alone else value.new_zeros((*query.shape[:3], value.shape[3]))
-        part = None
-        for number, (group, rows, (_, of_queries)) in enumerate(zip(groups, tokens, places, strict=True)):
-            memory, part = group.memory.extend(*rows, scale, is_large) if rows[1].shape[2] else (group.memory, None)
-            if output is not None and part is not None:
-                output[of_queries] = part
+        for number, group in enumerate(groups):
+            at, of_query = (..., ...) if is_alone else group.places(key, real, ratio)
+            rows = None if query is None else query[of_query], key[at], value[at]
+            if not rows[1].shape[2]:
+                continue
+            memory, part = group.memory.extend(*rows, scale, is_large)
+            if is_alone:
+                output = part
+            elif output is not None and part is not None:
+                output[of_query] = part
             groups[number] = replace(group, memory=memory)
         self._groups = groups if real is None else [group.padded(real, self._processed) for group in groups]
         self._processed += key.shape[2]
-        return part if is_alone else output
+        return output
 
 
 def _chosen(index: object, batch: int) -> Tensor:
