@@ -205,3 +205,9 @@ def test_rules_that_keep_no_key(rest, has_list):
     graph = Graph(x, columns=Columns.shared(index, index > 0, x.queries) if has_list else None)
     problem = Problem(x, graph, rest.prepare(x, graph, fk.Softmax()), fk.Softmax())
     torch.testing.assert_close(by_block.attend(problem), EXECUTORS["reference"].attend(problem))
+
+
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(5)], ids=str)
+def test_scans_beside_stand_ins_of_any_kind(rest):
+    ((actual, expected),) = both(fk.Plan(fk.KeyScan(8), rest), SHAPES["plain"])
+    torch.testing.assert_close(actual, expected)

@@ -3,14 +3,14 @@
 Every query is scored against every key under the graph's mask. Stand-ins are further columns.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import cohort_of_queries, query_blocks
+from fewkeys.core.graph import Columns, cohort_of_queries, query_blocks
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
@@ -112,12 +112,8 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
-    x, columns = problem.inputs, problem.graph.columns
-    if columns is None:
-        block = torch.zeros(rows.stop - rows.start, dtype=torch.int64, device=x.query.device)
-    else:
-        block = columns.block(x, rows.start, rows.stop)
-    s = stand_ins
+    x, s = problem.inputs, stand_ins
+    block = cast("Columns", problem.graph.columns).block(x, rows.start, rows.stop)
     key, value, bias, size = (_by_query_head(x, part)[:, :, block] for part in (s.key, s.value, s.bias, s.size))
     scores = _times(rows.query, key.mT)
     if isinstance(problem.weights, Softmax):  # the bias includes the size

@@ -1,7 +1,8 @@
 """Plans by blocks of queries at consecutive positions.
 
 What all queries of a head share (lists, stand-ins) is one matrix product; the band is another, over overlapping views
-of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference.
+of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles), and those with a scan beside
+other edges or beside stand-ins of all queries, run through the reference.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv). Cost O(n (slots + block) (D + Dv))."""
     x, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
-    if (scanned := by_scan.only_scan(graph)) is not None:
+    if (scanned := by_scan.only_scan(graph)) is not None and not isinstance(stand_ins, StandIns):
         return by_scan.attend(problem, scanned)
     if problem.by_cohort:
         return by_cohort.attend(problem)
