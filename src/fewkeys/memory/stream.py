@@ -23,6 +23,7 @@ from fewkeys.memory.constant import Constant, parts_of
 from fewkeys.memory.groups import Group, checked_gaps, real_tokens
 from fewkeys.memory.rows import LeafType, Rules, check_leaves
 from fewkeys.plan import Plan
+from fewkeys.rest import BlockMeans, Drop
 
 
 def stream(plan: Plan, *, scale: float | None = None, leaves: LeafType | None = None) -> Stream:
@@ -364,4 +365,9 @@ def _memory_class(plan: Plan) -> type[Coded | Constant]:
         return Constant
     if len(plan.parts) != 1:
         raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
+    if not isinstance(plan.rest, BlockMeans | Drop):
+        raise ValueError(
+            f"plan: a stream of a KeyScan remembers the rest as BlockMeans(count) or drops it, got {plan.rest}; "
+            "use budget(slots, is_causal=True)"
+        )
     return Coded
