@@ -188,8 +188,8 @@ PROMISES = (
     Breakage(
         "no memory: the tokens that found no room are counted",
         "memory/stream.py",
-        "            group.memory.make_room(query, key, value)\n",
-        "            self._processed += 1\n            group.memory.make_room(query, key, value)\n",
+        "buffer.count = count",
+        "pass",
         (Law("parts/test_held_rows", "without_room"),),
     ),
     Breakage(

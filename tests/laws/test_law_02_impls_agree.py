@@ -8,9 +8,10 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS, Shape
 from executors import UNITS, in_turns
+from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
-from fewkeys.execute.problem import prepare
+from fewkeys.execute.problem import Problem, prepare
 from fewkeys.execute.torch import by_block
 from native_cases import needs_compiler
 
@@ -193,3 +194,20 @@ def test_the_kernels_are_among_them():
     }
     assert {"window, drop, softmax", "outliers + window, first-order means, softmax"} <= native_plans
     assert all(isinstance(PLANS[name].weights, fk.Softmax) for name in native_plans)
+
+
+@pytest.mark.parametrize("has_list", [False, True])
+@pytest.mark.parametrize("rest", [fk.Drop(), fk.ClusterMeans(4)], ids=str)
+def test_rules_that_keep_no_key(rest, has_list):
+    """As one's own rule may: nothing, or a list without entries."""
+    x = check_inputs(*SHAPES["plain"].draw(dtype=torch.float64))
+    index = torch.zeros((x.batch, x.kv_heads, 0), dtype=torch.int64)
+    graph = Graph(x, columns=Columns.shared(index, index > 0, x.queries) if has_list else None)
+    problem = Problem(x, graph, rest.prepare(x, graph, fk.Softmax()), fk.Softmax())
+    torch.testing.assert_close(by_block.attend(problem), EXECUTORS["reference"].attend(problem))
+
+
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(5)], ids=str)
+def test_scans_beside_stand_ins_of_any_kind(rest):
+    ((actual, expected),) = both(fk.Plan(fk.KeyScan(8), rest), SHAPES["plain"])
+    torch.testing.assert_close(actual, expected)

@@ -182,6 +182,12 @@ def test_rules_beside_the_scan_are_refused():
         fk.stream(fk.Plan(fk.KeyScan(9) | fk.Window(9)))
 
 
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments()], ids=str)
+def test_other_means_beside_the_scan_are_refused(rest):
+    with pytest.raises(ValueError, match=r"^plan: a stream of a KeyScan .* BlockMeans\(count\) or drops it, got "):
+        fk.stream(fk.Plan(fk.KeyScan(9), rest))
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     tokens, path = Tokens.draw(1), tmp_path / "stream.safetensors"
     stream = fk.stream(PLANS["means"])

@@ -1,14 +1,14 @@
 """The choice between a plan and exact attention, by linear models of their times on this machine.
 
 For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
-`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
-takes as long as its sequences one after the other. With gradients, lines include the backward pass.
+`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. With
+gradients, lines include the backward pass.
 
 Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU at `ON_GPU`
 tokens. The runs take turns, so that other load disturbs all of them, and the fastest of each counts. `impl="auto"`
-measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`), so
-that all processes choose alike. Lines of times that did not settle, or fell with more work, expire soon. Where none can
-be kept, counts of operations decide (`fewkeys.cost.operations`).
+measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`).
+Lines of times that did not settle, or fell with more work, expire soon. Where none can be kept, counts of operations
+decide (`fewkeys.cost.operations`).
 """
 
 import math
@@ -35,11 +35,11 @@ from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.9
-"""The plan runs if it is expected to take at most this share of exact attention's time: lines have errors."""
+"""The plan runs if it is expected to take this share of exact attention's time or less: lines have errors."""
 SHIPPED = 0.3
 """The same share of operations, where nothing was measured: small, since plans' operations come in smaller pieces."""
 SHORTEST, LONGEST = 512, 2048
-"""The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
+"""The range of the length at which lines are measured: exact attention up to it, plans up to twice it."""
 ON_GPU = 8192
 """The same on a GPU, where shorter inputs take as long as it takes to start operations."""
 REACH = 128
@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What determines the lines, beside the plan and the machine."""
+    """What the lines depend on, beside the plan and the machine."""
 
     device: torch.device
     dtype: torch.dtype
@@ -88,7 +88,6 @@ class Setting:
         return cls(query.device, query.dtype, *facts, is_causal, is_biased, is_trained(query, key, value))
 
     def facts(self) -> dict[str, Any]:
-        """The setting as JSON values, a GPU by its name."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
         return asdict(self) | {"device": device, "dtype": str(self.dtype)}
 
@@ -106,17 +105,14 @@ class Setting:
 
 
 class Expected(NamedTuple):
-    """Milliseconds that exact attention and the plan are expected to take."""
+    """Expected milliseconds."""
 
     exact: float
     plan: float
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
-    """Whether exact attention is not clearly slower than the plan; it is taken to be where `goes_by_block`.
-
-    Reads no data.
-    """
+    """Whether exact attention is not clearly slower than the plan, assumed where `goes_by_block`. Reads no data."""
     if goes_by_block(inputs, plan):
         return True
     times = expected(inputs, plan)
@@ -126,12 +122,12 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
 
 
 def goes_by_block(inputs: Inputs, plan: Plan) -> bool:
-    """Whether the plan runs block by block on a GPU: in many operations of torch, since no kernel exists."""
+    """Whether the plan runs block by block on a GPU, in many operations of torch."""
     return inputs.query.device.type != "cpu" and (plan.rest.needs_causal or scan_share(inputs, plan) > 0)
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
-    """The expected times. None if no lines can be kept, and for a plan with more arithmetic than exact attention."""
+    """None if no lines can be kept, and for a plan with more arithmetic than exact attention."""
     x = inputs
     if plan_operations(x, plan) >= exact_operations(x):
         return None
@@ -147,20 +143,20 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The kept lines of exact attention, of preparing and of attending."""
+    """Of exact attention, of preparing and of attending."""
     numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
 
 def _apart(measure: Callable[[], tuple[Numbers, bool]]) -> tuple[Numbers, bool]:
-    """`measure()` in a thread of its own, unseen by the caller's modes and hooks, such as those of checkpoints."""
+    """`measure()` in its own thread, without the caller's modes and hooks, such as those of checkpoints."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(measure).result()
 
 
 @full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
-    """The lines, and whether they are reliable. To prepare takes the time of a call less that to attend."""
+    """The lines, and whether they are reliable."""
     pairs, calm = timed_pairs(_points(setting, plan), setting)
     is_sound = calm and all(few[1] < many[1] for few, many in pairs)
     exact_pair, calls, attend = pairs
@@ -169,8 +165,8 @@ def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and a call that does them, two of each: exact attention and the whole plan (with their backward
-    passes, if any), and attending by the plan alone.
+    """Units of work and calls that do them, two of each kind: exact attention and the whole plan, both with their
+    backward passes if needed, and the plan's attending alone.
     """
 
     def by_plan(x: Inputs) -> Tensor:
@@ -198,7 +194,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
 
 
 def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple[list[tuple[Point, Point]], bool]:
-    """Units and fastest times of calls, two by two for a line each; and whether the times are undisturbed."""
+    """Units and fastest times, two by two, and whether the times are undisturbed."""
     times, calm = fastest([call for _, call in points], setting.device)
     timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
     return list(zip(timed[::2], timed[1::2], strict=True)), calm
@@ -215,9 +211,7 @@ def _through(points: Sequence[Point]) -> Line:
 
 @torch.no_grad()
 def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], bool]:
-    """The fastest time of each call in ms, after a first run to warm up; and whether the times settled while no other
-    programs ran.
-    """
+    """Each call's fastest time in ms, after one to warm up; and whether times settled while no other program ran."""
     for call in calls:
         call()
     watch = Watch()

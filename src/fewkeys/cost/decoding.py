@@ -1,7 +1,7 @@
-"""The length up to which a stream runs exact attention, because it is faster for a token.
+"""The length up to which exact attention answers a token of a stream faster than a scan.
 
 A token after n others takes `a + b n` by exact attention and `c + d n` by a scan. Both lines go through two short runs
-on random inputs when a stream of such heads first answers a query, and are kept as in `fewkeys.cost.crossover`.
+on random inputs when a stream of such heads first answers a query, and are kept (`fewkeys.cost.kept`).
 """
 
 import math
@@ -26,9 +26,9 @@ Tokens = Callable[[Plan, Inputs], tuple[Call, Call]]
 
 
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
-    """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
+    """The number of first tokens of a `KeyScan` stream that exact attention answers, whatever the sizes of pieces.
 
-    All on a GPU, which has no kernel for a scan. Sizes of pieces do not enter: outputs do not depend on them.
+    All on a GPU, which has no kernel for a scan.
     """
     if not plan.exact_if_faster:
         return 0
@@ -46,7 +46,7 @@ def _length(plan: Plan, setting: Setting, tokens: Tokens) -> int:
 
 
 def crossing(of_exact: Line, of_plan: Line, share: float) -> int:
-    """The number of keys from which the plan takes at most this share of exact attention's time."""
+    """The number of keys from which on the plan takes at most this share of exact attention's time."""
     gained = share * of_exact.slope - of_plan.slope
     behind = of_plan.fixed - share * of_exact.fixed
     if behind <= 0:
@@ -72,7 +72,6 @@ def _by_operations(plan: Plan, setting: Setting) -> tuple[Line, Line]:
 
 @full_precision()
 def _measured(plan: Plan, setting: Setting, tokens: Tokens) -> tuple[Numbers, bool]:
-    """The lines of exact attention and of the plan, and whether they are reliable."""
     calls = zip(*(tokens(plan, setting.draw(length, queries=1)) for length in LENGTHS), strict=True)
     points = [(float(length), call) for line in calls for length, call in zip(LENGTHS, line, strict=True)]
     pairs, calm = timed_pairs(points, setting)

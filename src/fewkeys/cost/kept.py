@@ -1,5 +1,5 @@
-"""Numbers measured on this machine and kept in the cache folder, so that all processes read the same ones until they
-are old: machines change, and other load may disturb a measurement.
+"""Numbers measured on this machine, in the cache folder, so that all processes choose alike. They get old: machines
+change, and other load may disturb a measurement.
 """
 
 import json
@@ -49,7 +49,7 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
 
 
 def _read(path: Path, facts: Mapping[str, Any]) -> Numbers | None:
-    """The numbers of a file for the same facts that is not old, else None."""
+    """The numbers of a file for the same facts; None if there is none, or it is old or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["of"] != facts or not 0 <= time.time() - data["at"] < LASTS[data["sound"]]:
@@ -61,7 +61,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Numbers | None:
 
 
 def _write_first(path: Path, facts: Mapping[str, Any], text: str) -> None:
-    """Write the file, unless another process wrote a good one meanwhile, which others may have read."""
+    """Write the file, unless another process has written a good one meanwhile."""
     draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     write_whole(draft, text)
     try:

@@ -11,7 +11,7 @@ def exact_operations(inputs: Inputs) -> float:
 
 
 def visible_keys(inputs: Inputs) -> float:
-    """Keys that a query sees on average, padding included: under causality, query i sees `min(i + 1 + offset, Nk)`."""
+    """Keys that a query sees on average, with padding: under causality, `min(i + 1 + offset, Nk)` for query i."""
     x = inputs
     if not x.is_causal:
         return float(x.keys)
@@ -38,7 +38,7 @@ def plan_work(inputs: Inputs, plan: Plan) -> Work:
 
 
 def answered_queries(inputs: Inputs, plan: Plan) -> int:
-    """Queries that a plan answers: Nq, and the earlier ones if its stand-ins begin with the first token."""
+    """Nq, and all earlier queries where stand-ins begin with the first token."""
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 

@@ -15,22 +15,19 @@ class Executor(Protocol):
         """Why it cannot answer, to follow "impl=...:"; None where it can. Reads no data."""
 
     def attend(self, problem: Problem) -> Tensor:
-        """The output (B, Hq, Nq, Dv)."""
+        """The output (B, Hq, Nq, Dv), equal to that of the reference up to rounding."""
 
 
 EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native}
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv) by the executor that `choose` names."""
+    """The output (B, Hq, Nq, Dv)."""
     return EXECUTORS[choose(problem)[0]].attend(problem)
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:
-    """The name of the executor, and why `"auto"` takes `"torch"` and not `"native"`, if it does.
-
-    Raises `ValueError` where another one cannot answer.
-    """
+    """The name of the executor, and why `"auto"` takes `"torch"`, if it does. `ValueError` if another cannot answer."""
     impl = problem.inputs.impl
     if impl == "auto":
         reason = native.unsupported(problem)

@@ -19,12 +19,12 @@ from fewkeys.execute.problem import Problem
 
 ROWS = 512
 """Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip later
-keys, as torch's own causal kernel does, which knows neither padding nor queries that begin late.
+keys. Torch's own causal kernel does so, too, but supports neither padding nor an offset.
 """
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
-    """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, dense
+    """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, but dense
     under `impl="reference"`. Inputs are rescaled where hidden scores could overflow.
     """
     if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
@@ -34,10 +34,9 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 
 
 def _attend(x: Inputs, weights: Weights) -> Tensor:
-    if (is_reference := x.impl == "reference") or not isinstance(weights, Softmax):
+    if x.impl == "reference" or not isinstance(weights, Softmax):
         x = x.clear()
-        dense = reference.attend if is_reference else reference.attend_in_pieces
-        return dense(Problem(x, Graph(x, full=True), None, weights))
+        return reference.attend(Problem(x, Graph(x, full=True), None, weights))
     if x.bias is not None and not x.is_causal and x.valid is None and x.query.device.type == "cpu":
         # Biases of reversed queries take no memory. Kernels of other devices want whole rows.
         bias = x.bias.from_last(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)
@@ -55,7 +54,7 @@ def _attend(x: Inputs, weights: Weights) -> Tensor:
         query, key, value = x.query[:, :, start:stop], x.key[:, :, :last], x.value[:, :, :last]
         part = replace(x, query=query, key=key, value=value, offset=x.offset + start)
         outputs.append(_masked(part, visible(x, start, stop)[..., :last]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    return torch.cat(outputs, 2)
 
 
 def _masked(x: Inputs, seen: Tensor) -> Tensor:

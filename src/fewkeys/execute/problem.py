@@ -1,4 +1,4 @@
-"""The input of every executor: all choices are made, so that only attention is left to compute."""
+"""The input of every executor: all choices are made, only attention is left to compute."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from fewkeys.rest.base import AnyStandIns, StandIns
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights."""
+    """Queries, keys and values; edges between them; stand-ins for the other keys; how scores become weights."""
 
     inputs: Inputs
     graph: Graph
@@ -26,7 +26,7 @@ class Problem:
 
     @property
     def unbiased(self) -> str | None:
-        """Why such a problem has no answer with a bias of distances; None where it has."""
+        """Why a bias of distances is not supported; None where it is."""
         graph, columns = self.graph, self.graph.columns
         if graph.extra is not None or graph.scan is not None:
             return "expected a plan whose queries keep a window and lists, got extra edges or a scan"

@@ -1,16 +1,16 @@
-"""The definition of a plan, on dense matrices in working precision: what every test compares with.
+"""The definition of a plan, with which every test compares: dense matrices in working precision.
 
 Every query is scored against every key under the graph's mask. Stand-ins are further columns.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import cohort_of_queries, query_blocks
+from fewkeys.core.graph import Columns, cohort_of_queries, query_blocks
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
@@ -20,22 +20,16 @@ from fewkeys.rest.base import AnyStandIns, BlockStandIns, RangeStandIns, StandIn
 
 
 def unsupported(problem: Problem) -> None:
-    """Nothing: it is the definition."""
+    """None: it is the definition."""
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv). Cost O(n^2 (D + Dv)), memory O(n^2) per query head."""
-    return _attend(problem, 0, problem.inputs.queries).to(problem.inputs.query.dtype)
-
-
-def attend_in_pieces(problem: Problem) -> Tensor:
-    """The output, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
+    """The output (B, Hq, Nq, Dv), some queries at a time. Cost O(n^2 (D + Dv)), memory O(n (D + Dv))."""
     x = problem.inputs
     return torch.cat([_attend(problem, start, stop) for start, stop in query_blocks(x)], 2).to(x.query.dtype)
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
-    """The output of queries start .. stop - 1."""
     x, s, kernel = problem.inputs, problem.stand_ins, problem.weights.kernel
     query, kept = working(x.query[:, :, start:stop]) * x.scale, problem.graph.mask(start, stop)
     key, value = _by_query_head(x, x.key), _by_query_head(x, x.value)
@@ -66,12 +60,12 @@ class _Rows(NamedTuple):
 
 
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv): of each row, or
-of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
-"""
 
 
 def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
+    """What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row
+    or of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
+    """
     if isinstance(stand_ins, StandIns):
         return _of_lists(problem, stand_ins, rows)
     if isinstance(stand_ins, RangeStandIns):
@@ -80,7 +74,7 @@ def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
 
 
 def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for all queries of a key head, or for every query's cohort; queries of no cohort see none."""
+    """Of a key head, or of each query's cohort; queries of no cohort see none."""
     x, columns = problem.inputs, problem.graph.columns
     cohort = None
     if columns is not None and columns.place is not None:
@@ -118,13 +112,8 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for the past of every block of queries."""
-    x, columns = problem.inputs, problem.graph.columns
-    if columns is None:
-        block = torch.zeros(rows.stop - rows.start, dtype=torch.int64, device=x.query.device)
-    else:
-        block = columns.block(x, rows.start, rows.stop)
-    s = stand_ins
+    x, s = problem.inputs, stand_ins
+    block = cast("Columns", problem.graph.columns).block(x, rows.start, rows.stop)
     key, value, bias, size = (_by_query_head(x, part)[:, :, block] for part in (s.key, s.value, s.bias, s.size))
     scores = _times(rows.query, key.mT)
     if isinstance(problem.weights, Softmax):  # the bias includes the size
@@ -133,7 +122,6 @@ def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Colu
 
 
 def _of_ranges(x: Inputs, stand_ins: RangeStandIns, rows: _Rows) -> _Columns:
-    """Stand-ins for the ranges of keys of every query's step."""
     step = stand_ins.step(x, rows.start, rows.stop)
     key, value = (_by_query_head(x, part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
     before = pad(rows.kept.to(key.dtype).cumsum(-1), (1, 0))

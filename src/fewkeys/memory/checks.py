@@ -28,13 +28,13 @@ class Kind(NamedTuple):
 
     @staticmethod
     def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
-        """The kind of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        """Of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
         batch, heads, _, dim = key.shape
         return Kind(batch, heads, dim, value.shape[3], dtype, key.device)
 
 
 class NewTokens(NamedTuple):
-    """Checked tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which are `real` (B, N) (None: all), and the largest
+    """Checked keys (B, Hkv, N, D) and values (B, Hkv, N, Dv), which are `real` (B, N; None: all), and the `largest`
     magnitudes of both.
     """
 
@@ -53,9 +53,7 @@ class NewTokens(NamedTuple):
 
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
-    """Copies of tokens, `widened`. `ValueError` unless keys and values match each other and the kind of the tokens
-    `before`.
-    """
+    """Copies of tokens, `widened`. `ValueError` unless keys and values match each other and the tokens `before`."""
     k, v = (widened(lowered(check_tensor(name, rows))) for name, rows in (("key", key), ("value", value)))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
@@ -80,8 +78,8 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
 
 
 def check_query(query: Tensor, key: Tensor, query_heads: int | None) -> float:
-    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys and have the number
-    of heads of earlier ones (None: there were none).
+    """The largest magnitude in the queries. `ValueError` unless they match the last of these keys and the number of
+    heads of earlier queries (None: there were none).
     """
     (batch, heads, tokens, dim), shape = key.shape, query.shape
     if query_heads is not None and shape[1] != query_heads:

@@ -1,11 +1,8 @@
 """Memory of every token, with codes of the keys. A query scans the codes and reads the few keys that it chooses.
 
-    rows                 keys and values; converted to int8, if that is asked for, once the plan answers
-    codes, sigma, sums   of every complete block of 32 keys
-
-The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, whatever the pieces in which they come, and
-all later ones by the plan. Keys whose squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at
-every call, since a later key may change the scale.
+The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan. Keys whose
+squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at every call, since a later key may change
+the scale.
 """
 
 from __future__ import annotations
@@ -47,14 +44,14 @@ LEAST = 8
 class Coded(Fields):
     """The memory of `KeyScan`.
 
-    codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32); sums (B, Hkv, 1 + blocks, D + Dv): of all keys and
-    values before each block and before the unfinished one.
+    Of complete blocks of 32 keys: codes (B, Hkv, blocks, W / 2 * 16), sigma (B, Hkv, blocks, 32), and sums (B, Hkv,
+    1 + blocks, D + Dv) of all keys and values before each block and before the unfinished one.
     """
 
     rules: Rules
     rows: HeldRows
     later: HeldRows | None = field(metadata=DERIVED)
-    """Replaces `rows` once the plan answers; None: it has, or never will."""
+    """Replaces `rows`, in int8, once the plan answers; None: it has, or never will."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
@@ -62,12 +59,6 @@ class Coded(Fields):
     exact_until: int | None = None
     """The number of first tokens that attend exactly; None before the first query."""
     step: _Step | None = None
-
-    @staticmethod
-    def check(plan: Plan) -> None:
-        """Raise `ValueError` or `TypeError` for a plan without such memory."""
-        if len(plan.parts) != 1:
-            raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Coded:
@@ -99,43 +90,30 @@ class Coded(Fields):
         """The smallest number of tokens that `crop` can leave."""
         return 0
 
-    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Allocate memory for `extend`, or raise `MemoryError` before anything has changed."""
-        total = self.rows.count + key.shape[2]
-        if self.later is None:
-            self.rows.make_room(total)
-        elif query is not None and total > exact_length(self.rules.plan, query, key, value, _one_token):
-            self.later.make_room(total)
-
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Coded, Tensor | None]:
-        """The memory with N more tokens, and the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if any.
-
-        `is_large`: squares of entries may overflow.
+        """The memory with N more tokens, and the outputs of their queries (B, Hq, N, D), if any. `is_large`: squares of
+        entries may overflow.
         """
         memory = replace(self, is_large=True) if is_large and not self.is_large else self
         if query is None:
             memory.rows.append(key, value)
             return memory, None
-        if memory.exact_until is None:
+        if (until := self.exact_until) is None:
             until = exact_length(self.rules.plan, query, key, value, _one_token)
             memory = replace(memory, exact_until=until)
-        first = memory.exact_until - memory.rows.count  # type: ignore[operator]
-        if not 0 < first < key.shape[2]:
-            return memory._extend(query, key, value, scale, by_plan=first <= 0)
-        sizes = [first, key.shape[2] - first]
-        (query, late_query), (key, late_key), (value, late_value) = (
-            rows.split(sizes, 2) for rows in (query, key, value)
-        )
-        memory, exactly = memory._extend(query, key, value, scale, by_plan=False)
-        memory, by_plan = memory._extend(late_query, late_key, late_value, scale, by_plan=True)
-        return memory, torch.cat([exactly, by_plan], 2)
+        first, outputs = max(until - self.rows.count, 0), []
+        for by_plan, piece in ((False, slice(first)), (True, slice(first, None))):
+            q, k, v = query[:, :, piece], key[:, :, piece], value[:, :, piece]
+            if k.shape[2]:
+                memory, output = memory._extend(q, k, v, scale, by_plan=by_plan)
+                outputs.append(output)
+        return memory, torch.cat(outputs, 2)
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-        """Add a token and return the output of its query, by the kernel call of the token before.
-
-        None, and no token is added, if that call does not serve it.
+        """Add a token and return the output of its query, by the kernel call of the token before; None, and no token is
+        added, if that call does not serve it.
         """
         step, count = self.step, self.rows.count
         if step is None or self.is_large or self.exact_until is None or count < self.exact_until:
@@ -151,7 +129,7 @@ class Coded(Fields):
         return output
 
     def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether a kernel can store this token as it is: there is room, and its rows are like the others."""
+        """Whether a kernel can store this token: there is room, and its rows are like the others."""
         if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
             return False
         rows = self.rows
@@ -183,7 +161,7 @@ class Coded(Fields):
 
     @staticmethod
     def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
-        """The memory of `count` tokens in the facts and tensors of a file; `ValueError` if they are not valid."""
+        """The memory of `count` tokens in a file; `ValueError` if it is not valid."""
         if facts.moved is not None:
             raise ValueError(f"expected no number of moved tokens for a KeyScan, got {facts.moved}")
         rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
@@ -216,14 +194,13 @@ class Coded(Fields):
         memory._finish_blocks()
         if query.shape[2] > 1:
             return memory, dispatch.attend(memory._problem(query, scale))
-        block = (memory.rows.count - 1) // BLOCK
-        if memory.step is None or not memory.step.serves(memory, query, scale, block):
+        step, place = self.step, memory.rows.count - 1
+        if step is None or not step.serves(memory, query, scale, place // BLOCK):
             problem = memory._problem(query, scale)
-            call = native.repeated(problem)
-            if call is None:
+            if native.unsupported(problem) is not None:
                 return replace(memory, step=None), dispatch.attend(problem)
-            memory = replace(memory, step=_Step(query.shape, scale, block, memory._held, call))
-        return memory, memory.step.call.attend(query, memory.rows.count, memory.rows.count - 1)  # type: ignore[union-attr]
+            step = _Step(query.shape, scale, place // BLOCK, memory._held, ScanCall(problem))
+        return replace(memory, step=step), step.call.attend(query, place + 1, place)
 
     @property
     def _held(self) -> tuple[Tensor, ...]:
@@ -235,7 +212,6 @@ class Coded(Fields):
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self.is_large)
 
     def _problem(self, query: Tensor, scale: float) -> Problem:
-        """The problem of the last tokens' queries (B, Hq, N, D)."""
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         codes = Codes(self.codes.rows.unflatten(3, (-1, 16)), self.sigma.rows.flatten(2))
@@ -259,8 +235,8 @@ class Coded(Fields):
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The kernel call of the last token. It serves all tokens of its block, which see the same codes and sums, while
-    the buffers stay the same.
+    """The kernel call of the last token, for all tokens of its block, which see the same codes and sums, while the
+    buffers stay the same.
     """
 
     shape: torch.Size
@@ -279,7 +255,7 @@ class _Step:
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two functions that add one more token after those of the inputs: one attends exactly, one by the plan."""
+    """Two functions that add a token after those of the inputs: one attends exactly, one by the plan."""
     x = inputs
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
@@ -289,7 +265,7 @@ def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callab
 
         def add() -> Tensor:
             nonlocal memory
-            output = memory.answer(*token)  # as streams do: nearly all tokens repeat the kernel call of the one before
+            output = memory.answer(*token)  # as streams do
             if output is None:
                 memory, output = memory._extend(*token, by_plan=by_plan)
             return output

@@ -1,7 +1,6 @@
 """Memory of a fixed size: near tokens and sinks, exactly, and means of all others.
 
-From the first token on whose squares may overflow (`fewkeys.core.extent`), everything is kept in float64: no scale
-would fit all later entries.
+Once squares may overflow (`fewkeys.core.extent`), everything is in float64: no scale would fit all later entries.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Parts:
 
 
 def parts_of(plan: Plan) -> Parts:
-    """The parts of a plan. `ValueError` for a plan that no stream supports."""
+    """The parts of a plan; `ValueError` or `TypeError` if no stream supports it."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; budget(slots, is_causal=True)")
     if plan.keep is None:
@@ -76,8 +76,7 @@ def parts_of(plan: Plan) -> Parts:
 class Constant(Fields):
     """The memory of all plans but `KeyScan`; its methods are those of `Coded`.
 
-    dtype: of the tokens as they come; before: the states at the ends of the latest units, for `crop` of the last `undo`
-    tokens.
+    dtype: of the tokens as they come; before: the states at the ends of the latest units, for `crop`.
     """
 
     rules: Rules
@@ -85,10 +84,6 @@ class Constant(Fields):
     dtype: torch.dtype
     state: State
     before: tuple[State, ...] = field(default=(), metadata=DERIVED)
-
-    @staticmethod
-    def check(plan: Plan) -> None:
-        parts_of(plan)
 
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Constant:
@@ -106,9 +101,6 @@ class Constant(Fields):
     @property
     def fewest(self) -> int:
         return self.before[0].moved if self.before else self.state.moved
-
-    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Nothing: this memory does not grow."""
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
@@ -158,7 +150,7 @@ class Constant(Fields):
         return self.changed(lambda part: part.double() if part.is_floating_point() else part)
 
     def _begin_unit(self) -> Constant:
-        """Where a unit begins, evicted keys enter the summary, and near tokens that no query needs are removed."""
+        """Where a unit begins, evicted keys enter the summary, and near tokens that no query needs are dropped."""
         parts, state, before = self.parts, self.state, self.before
         place = state.length
         if place == state.moved or place % parts.unit:
@@ -172,8 +164,8 @@ class Constant(Fields):
 
 
 def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
-    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D), all
-    of one unit. Cost O(M slots (D + Dv)).
+    """Outputs (B, Hq, M, Dv), in working precision, of the scaled queries (B, Hkv, gqa_ratio, M, D) of the last M
+    tokens of a unit. Cost O(M slots (D + Dv)).
     """
     near, sinks, summary, rows = state.near, state.sinks, state.summary, query.flatten(2, 3)
     shape, tilted = query.shape[2:4], isinstance(weights, Softmax)
@@ -197,10 +189,9 @@ def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tens
     weight = weights.kernel([score for score, _ in sources])
     if summary.count and not tilted:
         weight[-1] = weight[-1] * summary.size[:, :, None, None]
-    mixed, total = torch.zeros_like(rows[..., :1]), torch.zeros_like(rows[..., :1])
-    for (_, value), of_source in zip(sources, weight, strict=True):
-        flat = of_source.flatten(2, 3)
-        mixed, total = mixed + flat @ working(value), total + flat.sum(-1, keepdim=True)
+    flat = [part.flatten(2, 3) for part in weight]
+    total = reduce(torch.add, (part.sum(-1, keepdim=True) for part in flat))
+    mixed = reduce(torch.add, (part @ working(value) for part, (_, value) in zip(flat, sources, strict=True)))
     return torch.unflatten(mixed / positive(total), 2, shape).flatten(1, 2)
 
 

@@ -22,7 +22,7 @@ Contents = tuple[dict[str, Any], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class SavedFacts:
-    """What a file says of a memory beside its tensors. moved: `State.moved` of a `Constant`."""
+    """The facts of a memory. moved: `State.moved` of a `Constant`."""
 
     dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
     moved: int | None = None
@@ -43,7 +43,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """A stream: its plans by `Plan.to_dict`, its arguments, the number of tokens, and all groups."""
+    """A stream: its plans by `Plan.to_dict`, its arguments, the number of its tokens, and its groups."""
 
     plans: list[dict[str, Any]]
     scale: float | None

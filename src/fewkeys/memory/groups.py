@@ -1,6 +1,6 @@
-"""Groups of a stream: the sequences and key heads that have the same plan and the same padding.
+"""Groups of a stream: sequences and key heads with the same plan and padding.
 
-Memory receives real tokens only, so outputs do not depend on padding.
+Their memory receives real tokens only, so outputs do not depend on padding.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from fewkeys.memory.coded import Coded
 from fewkeys.memory.constant import Constant
 
 Memory = Coded | Constant
-"""The memory of sequences that have the same padding.
-
-Every change returns a new memory. The old one, which may share tensors with it, must not be used again.
-"""
+"""Every change returns a new memory. The old one, which may share tensors with it, must not be used again."""
+Index = tuple[Tensor, Tensor, Tensor]
 Gaps = tuple[tuple[int, int], ...]
-"""Ranges of padding: the place of the first token, and the place after the last."""
+"""Ranges of padding: the first place, and the place after the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The sequences `rows` (M,) and key heads `heads` (H,) of plan number `plan`; their padding and their memory."""
+    """The sequences `rows` (M,) and key heads `heads` (H,) of plan number `plan`, their padding and memory."""
 
     plan: int
     heads: Tensor
@@ -41,15 +39,16 @@ class Group:
         parts = [(kind == number).nonzero().squeeze(-1) for number in range(len(kinds))]
         return [replace(self, rows=self.rows[part], memory=self.memory.select(part)) for part in parts]
 
-    def places(self, tokens: Tensor, real: Tensor | None, ratio: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """The index of the group's real rows in `tokens` (B, ratio x key heads, N, X)."""
-        inside = torch.arange(tokens.shape[2], device=tokens.device)
+    def places(self, key: Tensor, real: Tensor | None, ratio: int) -> tuple[Index, Index]:
+        """The indices of the group's real tokens in keys (B, Hkv, N, D) and in queries (B, ratio Hkv, N, D)."""
+        inside = torch.arange(key.shape[2], device=key.device)
         inside = inside if real is None else inside[real[self.rows[0]]]
         heads = (self.heads[:, None] * ratio + torch.arange(ratio, device=self.heads.device)).flatten()
-        return self.rows[:, None, None], heads[:, None], inside
+        rows = self.rows[:, None, None]
+        return (rows, self.heads[:, None], inside), (rows, heads[:, None], inside)
 
     def padded(self, real: Tensor, first: int) -> Group:
-        """The group with the padding of further tokens `real` (B, N), from place `first` on."""
+        """The group with the padding of further tokens, `real` (B, N), from place `first` on."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
         return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
 
@@ -59,7 +58,7 @@ class Group:
         return replace(self, gaps=gaps, memory=self.memory.crop(real_tokens(self.gaps, length)))
 
     def select(self, index: Tensor) -> Group | None:
-        """The group with the sequences `index` of the batch; None if it has none of them."""
+        """The sequences `index` of the batch; None if the group has none of them."""
         at = (index[:, None] == self.rows).nonzero()
         return replace(self, rows=at[:, 0], memory=self.memory.select(at[:, 1])) if len(at) else None
 
@@ -96,10 +95,3 @@ def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
     if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
         raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")
     return tuple((start, stop) for start, stop in gaps)
-
-
-def checked_rows(rows: Tensor) -> Tensor:
-    """The rows of a file; `ValueError` unless they are numbers of sequences."""
-    if rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
-        raise ValueError(f"expected rows (sequences,) of torch.int64, got {tuple(rows.shape)} of {rows.dtype}")
-    return rows

@@ -1,5 +1,5 @@
-"""Stored keys and values, as they come or in int8: `round(x / s)` with the scale `s = max |x| / 127` of each row x in
-float32, an error of at most s / 2.
+"""Stored keys and values, as they come or in int8: `round(x / s)` for each row x, with the scale `s = max |x| / 127` in
+float32. The error is at most s / 2.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fewkeys.plan import Plan
 LARGEST = 127
 
 LeafType = Literal["model", "int8"]
-"""The form of stored keys and values: the dtype of the model, or int8 with a scale for each row."""
+"""The form of stored keys and values: as they come, or int8 with a scale for each row."""
 
 
 def check_leaves(leaves: object, plans: Iterable[Plan]) -> None:
-    """Raise `ValueError` for a form of keys and values that is unknown or that no plan supports."""
+    """Raise `ValueError` for an unknown form, or one that no plan supports."""
     if leaves is not None and leaves not in get_args(LeafType):
         raise ValueError(f"leaves: expected None, 'model' or 'int8', got {leaves!r}")
     if leaves == "int8" and not any(plan.scanned for plan in plans):
@@ -41,7 +41,7 @@ class Rules:
 
 @dataclass(frozen=True, eq=False)
 class HeldRows(Fields):
-    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens, which came in `dtype`.
+    """Keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens, which came in `dtype`.
 
     scale (B, Hkv, N, 2): of key and value in int8; else None.
     """
@@ -53,7 +53,7 @@ class HeldRows(Fields):
 
     @staticmethod
     def empty(leaves: LeafType, key: Tensor, value: Tensor) -> HeldRows:
-        """No tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+        """No tokens, of the shape of others."""
         return HeldRows(key.dtype, *map(Buffer, _stored(key[:, :, :0], value[:, :, :0], leaves == "int8")))
 
     @property
@@ -64,17 +64,12 @@ class HeldRows(Fields):
     def buffers(self) -> tuple[Buffer, ...]:
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
-    def make_room(self, count: int) -> None:
-        """Allocate memory for `count` tokens in all."""
-        for buffer in self.buffers:
-            buffer.make_room(count)
-
     def append(self, key: Tensor, value: Tensor) -> None:
         for buffer, rows in zip(self.buffers, _stored(key, value, self.scale is not None), strict=True):
             buffer.append(rows)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of some tokens; from int8 in working precision."""
+        """Keys and values of some tokens; from int8 in working precision."""
         part = slice(start, stop)
         key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
         if self.scale is None:
@@ -83,7 +78,6 @@ class HeldRows(Fields):
         return key.to(dtype) * scale[..., :1], value.to(dtype) * scale[..., 1:]
 
     def join(self, other: HeldRows) -> None:
-        """Append the tokens of `other`."""
         if (self.scale is None) != (other.scale is None):
             self.append(*(rows.to(self.dtype) for rows in other.read(0, other.count)))
             return
@@ -93,15 +87,14 @@ class HeldRows(Fields):
     @staticmethod
     def checked(tensors: Mapping[str, Tensor], dtype: torch.dtype, root: str) -> HeldRows:
         """The rows in the tensors of a file; `ValueError` if they are not valid."""
-        key, value = named_rows(tensors, root)
-        scale = tensors.get(f"{root}scale")
-        form = Form((None,) * 4, dtype) if scale is None else Form((None,) * 4, torch.int8, -LARGEST)
+        key, _ = named_rows(tensors, root)
+        scale, any_shape = tensors.get(f"{root}scale"), (None,) * 4
+        form = Form(any_shape, dtype) if scale is None else Form(any_shape, torch.int8, -LARGEST)
         forms = {f"{root}key": form, f"{root}value": form}
         if scale is not None:
             forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
         check(tensors, forms)
-        stored = (key, value) if scale is None else (key, value, scale)
-        return HeldRows(dtype, *(Buffer(rows, key.shape[2]) for rows in stored))
+        return HeldRows(dtype, *(Buffer(tensors[name], key.shape[2]) for name in forms))
 
 
 def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:

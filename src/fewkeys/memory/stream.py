@@ -1,8 +1,4 @@
-"""Streams: append keys and values, attend with their queries, and keep what later queries may need.
-
-A `Stream` divides its batch into groups. The memory of a group is `Constant`, of a fixed size, or `Coded`, with every
-key and its code.
-"""
+"""Streams: append keys and values, attend with their queries, and keep what later queries may need."""
 
 from __future__ import annotations
 
@@ -18,14 +14,16 @@ from torch import Tensor
 
 from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.precision import full_precision, lowered, widened, working_dtype
+from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
 from fewkeys.memory.checks import Kind, NewTokens, check_query, check_tokens
 from fewkeys.memory.coded import Coded
-from fewkeys.memory.constant import Constant
-from fewkeys.memory.groups import Group, checked_gaps, checked_rows, real_tokens
+from fewkeys.memory.constant import Constant, parts_of
+from fewkeys.memory.groups import Group, checked_gaps, real_tokens
 from fewkeys.memory.rows import LeafType, Rules, check_leaves
 from fewkeys.plan import Plan
+from fewkeys.rest import BlockMeans, Drop
 
 
 def stream(plan: Plan, *, scale: float | None = None, leaves: LeafType | None = None) -> Stream:
@@ -44,17 +42,17 @@ def stream(plan: Plan, *, scale: float | None = None, leaves: LeafType | None = 
 
 
 class Stream:
-    """Attention over tokens that arrive in pieces of any size.
+    """Attention over tokens that come in pieces of any size.
 
         stream = fewkeys.stream(fewkeys.budget(96, is_causal=True))
         stream.append(key, value)        # (B, Hkv, N, D), (B, Hkv, N, Dv)
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
     Up to rounding the outputs are those of `fewkeys.attention` on the whole sequence with the same plan. Sequences with
-    different padding are computed one after the other. A token costs O(slots (D + Dv)) at any length, and in addition:
+    different padding are computed in turn. A token costs O(slots (D + Dv)) at any length, and in addition:
 
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
-        KeyScan                     memory O(n (D + Dv)); O(D^2) for the code of a key, and a scan of n D / 4 bytes
+        KeyScan                     memory O(n (D + Dv)); O(D log D) for the code of a key, and a scan of n D / 4 bytes
 
     `undo`: the number of latest tokens that `crop` can always remove, for the memory of one or two more units. No
     gradients.
@@ -72,7 +70,7 @@ class Stream:
         self.scale = None if scale is None else check_real("scale", scale)
         self._plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
         for head_plan in self._plans:
-            _memory_class(head_plan).check(head_plan)
+            _memory_class(head_plan)
         check_leaves(leaves, self._plans)
         self._heads: dict[Rules, list[int]] = {}
         """The key heads of each distinct plan; none where one plan serves all heads."""
@@ -103,7 +101,7 @@ class Stream:
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
 
-        Tokens of an earlier `append` that no `attend` followed are added without queries.
+        Tokens of an earlier `append` without an `attend` are added without queries.
         """
         tokens = check_tokens(key, value, key_mask, self._kind)
         heads, plans = tokens.kind.heads, len(self._plans)
@@ -132,7 +130,7 @@ class Stream:
     def answer(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """`append` N tokens and `attend` from their N queries (B, Hq, N, D): the outputs (B, Hq, N, Dv).
 
-        For one token after another it takes less time than the two calls. An error adds no token.
+        Single tokens take less time than by the two calls. An error adds no token.
         """
         with self._undone_by_errors():
             memory = self._groups[0].memory if len(self._groups) == 1 else None
@@ -156,7 +154,7 @@ class Stream:
         return real
 
     def select(self, index: Tensor) -> None:
-        """Keep the sequences `index` (M,) of the batch, in that order, maybe several times.
+        """Keep the sequences `index` (M,) of the batch in this order; they may repeat.
 
         As in torch, a negative index counts from the end, and booleans are a mask.
         """
@@ -225,7 +223,7 @@ class Stream:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote. `ValueError` for a damaged file or one of another kind."""
+        """The stream that `save` wrote. `ValueError` for a damaged file or another kind of file."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
@@ -250,7 +248,7 @@ class Stream:
         return facts | {"length": self.length, "groups": groups}, tensors
 
     def restore(self, facts: files.Facts, tensors: Mapping[str, Tensor], device: Any) -> Stream:
-        """This empty stream with the contents of a file. Raises one of `files.FAULTS` unless they fit its plans."""
+        """This empty stream with the contents of a file; one of `files.FAULTS` unless they fit its plans."""
         saved = [Plan.from_dict(plan) for plan in facts.plans]
         if saved != [*self._plans] or facts.leaves != self.leaves:
             show = str if _named(self._plans, self.leaves, str) != _named(saved, facts.leaves, str) else repr
@@ -261,7 +259,8 @@ class Stream:
         left, groups, plans = dict(tensors), [], [*self._heads.items()]
         for number, group_facts in enumerate(facts.groups):
             of_group = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
-            rows, gaps = checked_rows(of_group.pop("rows")), checked_gaps(group_facts.gaps, facts.length)
+            rows, gaps = of_group.pop("rows"), checked_gaps(group_facts.gaps, facts.length)
+            check({"rows": rows}, {"rows": Form((None,), torch.int64)})
             rules, heads = plans[group_facts.plan]
             tokens = real_tokens(gaps, facts.length)
             memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, of_group)
@@ -289,7 +288,7 @@ class Stream:
 
     @contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        """An error inside, or an interrupt, leaves the stream as it was."""
+        """Errors and interrupts inside leave the stream as it was."""
         before = [*self._groups], self._processed, self._pending, self._kind, self._query_heads
         counts = [(buffer, buffer.count) for group in self._groups for buffer in group.memory.buffers]
         try:
@@ -304,7 +303,6 @@ class Stream:
         return dim**-0.5 if self.scale is None else self.scale
 
     def _begin(self, kind: Kind) -> None:
-        """Make empty memories for tokens of this kind."""
         rows = torch.arange(kind.batch, device=kind.device)
         for number, (rules, heads) in enumerate(self._heads.items()):
             heads = heads or [*range(kind.heads)]
@@ -319,33 +317,26 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def _extend(self, query: Tensor | None, largest: float, new: NewTokens) -> Tensor | None:
-        """Add tokens to all memories; the outputs of their queries, if there are any."""
+        """Add tokens to all memories; the outputs of their queries, if any."""
         if not self._groups:
             self._begin(new.kind)
         key, value, real, (of_key, of_value) = new
         scale = self._scale(key.shape[3])
         is_large = needs_rescaling((largest, of_key, of_value), scale, key.shape[3], working_dtype(key.dtype))
-        if len(self._groups) == 1 and real is None:
-            (group,) = self._groups
-            group.memory.make_room(query, key, value)
-            memory, output = group.memory.extend(query, key, value, scale, is_large)
-            if memory is not group.memory:
-                self._groups = [replace(group, memory=memory)]
-            self._processed += key.shape[2]
-            return output
         groups = self._groups if real is None else [part for group in self._groups for part in group.by_padding(real)]
+        is_alone = len(groups) == 1 and real is None
         ratio = 1 if query is None else query.shape[1] // key.shape[1]
-        tokens = []
-        for group in groups:
-            queries = None if query is None else query[group.places(query, real, ratio)]
-            at = group.places(key, real)
-            tokens.append((queries, key[at], value[at]))
-            group.memory.make_room(*tokens[-1])
-        output = None if query is None else value.new_zeros((*query.shape[:3], value.shape[3]))
-        for number, (group, rows) in enumerate(zip(groups, tokens, strict=True)):
-            memory, part = group.memory.extend(*rows, scale, is_large) if rows[1].shape[2] else (group.memory, None)
-            if output is not None and part is not None:
-                output[group.places(output, real, ratio)] = part
+        output = None if query is None or is_alone else value.new_zeros((*query.shape[:3], value.shape[3]))
+        for number, group in enumerate(groups):
+            at, of_query = (..., ...) if is_alone else group.places(key, real, ratio)
+            rows = None if query is None else query[of_query], key[at], value[at]
+            if not rows[1].shape[2]:
+                continue
+            memory, part = group.memory.extend(*rows, scale, is_large)
+            if is_alone:
+                output = part
+            elif output is not None and part is not None:
+                output[of_query] = part
             groups[number] = replace(group, memory=memory)
         self._groups = groups if real is None else [group.padded(real, self._processed) for group in groups]
         self._processed += key.shape[2]
@@ -353,7 +344,7 @@ class Stream:
 
 
 def _chosen(index: object, batch: int) -> Tensor:
-    """The numbers (M,) of the sequences that an index chooses, on the CPU, where errors of torch are harmless."""
+    """The numbers (M,) of the chosen sequences, on the CPU, where errors of torch are harmless."""
     with suppress(IndexError, RuntimeError, TypeError, ValueError):
         chosen = torch.arange(batch, device="cpu")[torch.as_tensor(index, device="cpu")]
         if chosen.ndim == 1 and len(chosen):
@@ -367,5 +358,16 @@ def _named(plans: Sequence[Plan], leaves: str | None, show: Callable[[Plan], str
     return f"the plan{'' if len(plans) == 1 else 's of key heads'} {', '.join(map(show, plans))}{form}"
 
 
-def _memory_class(plan: object) -> type[Coded | Constant]:
-    return Coded if isinstance(plan, Plan) and plan.scanned else Constant
+def _memory_class(plan: Plan) -> type[Coded | Constant]:
+    """The memory of a plan. `ValueError` or `TypeError` for a plan that no stream supports."""
+    if not isinstance(plan, Plan) or not plan.scanned:
+        parts_of(plan)
+        return Constant
+    if len(plan.parts) != 1:
+        raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
+    if not isinstance(plan.rest, BlockMeans | Drop):
+        raise ValueError(
+            f"plan: a stream of a KeyScan remembers the rest as BlockMeans(count) or drops it, got {plan.rest}; "
+            "use budget(slots, is_causal=True)"
+        )
+    return Coded

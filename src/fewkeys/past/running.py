@@ -21,7 +21,6 @@ class RunningQueries(Fields):
 
     @staticmethod
     def empty(key: Tensor) -> RunningQueries:
-        """No queries, for keys (B, Hkv, N, D)."""
         batch, heads, _, dim = key.shape
         return RunningQueries(
             key.new_zeros((batch, 1)), key.new_zeros((batch, heads, 1, dim)), key.new_zeros((batch, heads, dim, dim))
@@ -52,7 +51,6 @@ class RunningKeys(Fields):
 
     @staticmethod
     def empty(key: Tensor, value: Tensor) -> RunningKeys:
-        """No keys, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         total, value_total = (rows.new_zeros((*rows.shape[:2], 1, rows.shape[3])) for rows in (key, value))
         return RunningKeys(key.new_zeros(key.shape[:2]), total, value_total, key.new_zeros(key.shape[:2]))
 

@@ -1,4 +1,4 @@
-"""The summaries of a whole sequence, one block of queries after the other."""
+"""The summaries of a whole sequence, block by block."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def scan(
 
 def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For every block after the first, the keys (B, Hkv, E, D) that leave the lists, their values, and which of them
-    are real (B, Hkv, E): the others are zero. In working precision.
+    are real (B, Hkv, E); the others are zero.
     """
     x = inputs
     lists = columns.index.masked_fill(~columns.used, x.keys).sort(-1).values

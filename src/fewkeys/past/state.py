@@ -39,7 +39,7 @@ class Stretch(Fields):
         return Stretch(self.first, torch.cat([self.key, key], 2), torch.cat([self.value, value], 2))
 
     def between(self, start: int, stop: int) -> Stretch:
-        """Those of the tokens at the places start .. stop - 1."""
+        """The tokens at places start .. stop - 1."""
         start = min(max(start, self.first), self.stop)
         part = slice(start - self.first, max(0, stop - self.first))
         return Stretch(start, self.key[:, :, part], self.value[:, :, part])
@@ -49,9 +49,9 @@ class Stretch(Fields):
 class State(Fields):
     """The state after `length` tokens. The current unit of positions began at `moved`.
 
-    near: the latest tokens; sinks: the first ones; summary and queries: as of `moved`. Of the current unit,
-    has_query (B, length - moved): whether a token has a query, and unit_queries (B, Hkv, gqa_ratio, length - moved, D):
-    the scaled queries, else zero.
+    near: the latest tokens; sinks: the first ones; summary and queries: as of `moved`. Of the current unit:
+    has_query (B, length - moved) marks tokens with queries, unit_queries (B, Hkv, gqa_ratio, length - moved, D) are
+    these, scaled, else zero.
     """
 
     moved: int
@@ -64,7 +64,7 @@ class State(Fields):
 
     @staticmethod
     def empty(means: int, key: Tensor, value: Tensor) -> State:
-        """No tokens, with places for `means` stand-ins, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        """No tokens, and places for `means` stand-ins, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         none, rows = Stretch.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
             0,
@@ -81,9 +81,8 @@ class State(Fields):
         return self.near.stop
 
     def append(self, key: Tensor, value: Tensor, query: Tensor | None, sinks: int) -> State:
-        """The state with further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), if any.
-
-        `sinks`: the number of first tokens that stay.
+        """The state with more tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), if any. sinks: how many first
+        tokens stay.
         """
         before, count, free = self.unit_queries, key.shape[2], max(0, sinks - self.sinks.count)
         has_query = self.has_query.new_full((key.shape[0], count), query is not None)
@@ -100,8 +99,8 @@ class State(Fields):
         )
 
     def advance(self, start: int, stop: int, *, tilted: bool) -> State:
-        """The state at the end of a unit: its queries enter the moments, and the near tokens at the places
-        start .. stop - 1 that are no sinks enter the summary.
+        """The state at the end of a unit: its queries enter the moments, and near tokens at places start .. stop - 1,
+        except sinks, enter the summary.
         """
         queries, summary = self.queries.add(self.unit_queries, self.has_query), self.summary
         evicted = self.near.between(max(start, self.sinks.stop), stop)

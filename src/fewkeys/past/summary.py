@@ -47,7 +47,7 @@ class Summary(Fields):
 
     @staticmethod
     def empty(count: int, key: Tensor, value: Tensor) -> Summary:
-        """`count` free places for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) in working precision."""
+        """`count` free places for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         head = (*key.shape[:2], count)
         return Summary(
             key.new_zeros((*head, key.shape[-1] + value.shape[-1])),
@@ -89,7 +89,7 @@ class Summary(Fields):
 
 
 def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
-    """The summary with `surplus` (B, Hkv) stand-ins, in each head its own number, merged into others."""
+    """The summary with `surplus` (B, Hkv) stand-ins of each head merged into others."""
     place = torch.arange(summary.count, device=surplus.device)
     with constants():
         key_mean, value_mean, value_unit = summary.seen.means()

@@ -2,16 +2,15 @@
 
 from torch import Tensor
 
-from fewkeys.core.impl import COMPILED
 from fewkeys.core.weights import Softmax
 from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed
-from fewkeys.rest.base import BlockStandIns, RangeStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.select.key_scan import Scanned
 
-__all__ = ["attend", "repeated", "unsupported"]
+__all__ = ["attend", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -31,22 +30,16 @@ def unsupported(problem: Problem) -> str | None:
         return f"expected tensors on the CPU, got {x.query.device.type}"
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
-    # The sums of ranges are float64; kernels read their means.
-    s = {} if problem.stand_ins is None or isinstance(problem.stand_ins, RangeStandIns) else vars(problem.stand_ins)
+    # The sums of ranges, which are float64, do not count: kernels read means.
+    s = vars(problem.stand_ins) if isinstance(problem.stand_ins, StandIns) else {}
     if not placed(x.query, x.key, x.value, *(part for part in s.values() if isinstance(part, Tensor))):
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
     return None
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts: by `forward` or `backward`."""
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts."""
     return backward.attend(problem) if backward.with_gradients(problem) else forward.attend(problem)
-
-
-def repeated(problem: Problem) -> by_scan.ScanCall | None:
-    """The arguments of a scan, for the problem and for later tokens; None where no kernel reads such a problem."""
-    is_scan = problem.graph.scan is not None and problem.inputs.impl in COMPILED
-    return by_scan.ScanCall(problem) if is_scan and unsupported(problem) is None else None
 
 
 def _form(problem: Problem) -> str | None:

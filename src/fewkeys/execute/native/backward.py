@@ -15,7 +15,7 @@ from fewkeys.execute.problem import Problem
 def attend(problem: Problem) -> Tensor:
     """`forward.attend` with gradients of queries, keys, values and stand-ins.
 
-    The weights are computed again in the backward pass, so that nothing but the inputs and the stand-ins is stored.
+    The backward pass computes the weights again: only the inputs and the stand-ins are stored.
     """
     x, s, followed = problem.inputs, problem.stand_ins, with_gradients(problem)
 

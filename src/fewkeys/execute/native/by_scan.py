@@ -1,5 +1,7 @@
 """Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ SMALL = 1024.0
 
 
 def form(problem: Problem) -> str | None:
-    """Why there is no kernel for a scan of this form, None where there is."""
+    """Why there is no kernel for such a scan; None where there is."""
     if by_scan.only_scan(problem.graph) is None:
         return "expected keys that each query finds by their codes alone, got others beside them"
     if problem.inputs.head_dim > LARGEST_CODED:
@@ -28,9 +30,9 @@ def form(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding; the keys chosen are the same.
+    """The output (B, Hq, Nq, Dv); the chosen keys are those of the reference.
 
-    Every query chooses as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)) beside the scan.
+    Cost O(n slots (D + Dv)) beside the scan; nothing but the output is stored.
     """
     x = problem.inputs
     return ScanCall(problem).attend(x.query, x.keys, x.offset)
@@ -39,14 +41,12 @@ def attend(problem: Problem) -> Tensor:
 class ScanCall:
     """The kernel's arguments for a problem, and the tensors that they point to.
 
-    They also serve later tokens, as long as the queries stay in the same unfinished block: the keys and values of these
-    tokens are in the same memory, behind those of the problem, and nothing else that the kernel reads changes.
+    They also serve later tokens of the same unfinished block, whose keys and values follow those of the problem in the
+    same memory: nothing else that the kernel reads changes.
     """
 
     def __init__(self, problem: Problem) -> None:
-        x, scanned, s = problem.inputs, problem.graph.scan, problem.stand_ins
-        if not isinstance(scanned, Scanned):
-            raise ValueError("graph: expected the keys of a scan, got others")
+        x, s, scanned = problem.inputs, problem.stand_ins, cast("Scanned", problem.graph.scan)
         codes = scanned.codes
         means: dict[str, Tensor | int | None] = {"steps": 1}
         if isinstance(s, RangeStandIns):
@@ -67,9 +67,8 @@ class ScanCall:
     def attend(self, query: Tensor, keys: int, offset: int, token: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys.
 
-        token: key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the only query, which the kernel stores behind those of
-        earlier tokens. Raises `LargeError` before it stores anything if a magnitude exceeds `SMALL`, or inputs as large
-        as that may need rescaling.
+        token: key (B, Hkv, 1, D) and value (B, Hkv, 1, Dv) of the only query, for the kernel to store behind earlier
+        ones. If a magnitude exceeds `SMALL`, or inputs of that size may need rescaling, it raises `LargeError` instead.
         """
         query, args = dense(query), self._args
         output = query.new_empty((*query.shape[:3], args.value_dim))

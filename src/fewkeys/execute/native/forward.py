@@ -16,10 +16,9 @@ from fewkeys.rest.base import StandIns
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding.
+    """The output (B, Hq, Nq, Dv). Scores and sums are float32.
 
-    Scores and sums are float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is
-    stored.
+    Cost O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
     x, graph, s = problem.inputs, problem.graph, cast("StandIns | None", problem.stand_ins)
     if graph.scan is not None:

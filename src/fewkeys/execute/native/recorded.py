@@ -1,9 +1,9 @@
 """Kernels of an earlier call, run again for other rows of the same shapes.
 
-The functions that prepare a plan call kernel after kernel, which for short inputs takes a quarter of the time. Calls of
-`budget(slots)` without padding, bias and gradients consist of kernels alone: torch only allocates and views memory. So
-the first call is recorded: which kernels run, with which arguments. Later calls of the same plan and shapes run these
-kernels with the addresses of their own rows.
+For short inputs, the Python code that calls kernels takes a quarter of the time. Calls of `budget(slots)` without
+padding, bias and gradients consist of kernels alone: torch only allocates and views memory. The first call is recorded:
+which kernels run, with which arguments. Later calls of the same plan and shapes run them with the addresses of their
+own rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fewkeys.select import Outliers, Window
 MOST, MOST_BYTES = 256, 2**26
 """The most calls that are remembered, and the most memory for what their kernels write before the output."""
 _RULES = {Outliers, Window, ClusterMeans}
-"""Rules that read numbers by kernels and torch's operations only."""
+"""Rules that read numbers only by kernels and operations of torch."""
 _BY_SHAPE = ("aten::arange", "aten::empty_like", "aten::full", "aten::new_empty")
 """Operations whose results depend on shapes alone."""
 _UNKNOWN = object()
 _recordings: dict[Hashable, Recording | None] = {}
-"""By plan and shapes, the last used ones at the end; None: the call has other operations."""
+"""By plan and shapes, the last used ones at the end; None: the call cannot be repeated."""
 
 
 def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor], out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor], out: Tenso
 
 
 def _make_room(size: int) -> None:
-    """Forget the calls that were not repeated for longest, so that another one fits."""
+    """Forget the calls used least recently, so that another one fits."""
     for form in list(_recordings):
         held = [recording.bytes for recording in list(_recordings.values()) if recording]
         if len(_recordings) < MOST and size + sum(held) <= MOST_BYTES:
@@ -93,7 +93,7 @@ def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Te
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether torch only views memory and makes tensors by shapes, and whether it tells what it does."""
+    """Notes whether torch only views memory and makes tensors by shapes, and whether it reports operations at all."""
 
     is_plain, is_told = True, False
 
@@ -106,7 +106,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_inside(result: Any, args: Any) -> bool:
-    """Whether the result of an operation is in the memory of its argument: some views are copies where needed."""
+    """Whether the result is in the memory of its argument: some views are copies where needed."""
     parts = result if isinstance(result, list | tuple) else [result]
     memory = args[0].untyped_storage().data_ptr()
     return all(part.untyped_storage().data_ptr() == memory for part in parts)
@@ -133,7 +133,6 @@ class Recording:
         self.bytes = sum(held.values())
 
     def run(self, rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The output for other rows."""
         output = rows[-1].new_empty(self.shape) if out is None else out
         first = [part.data_ptr() for part in (*rows, output)]
         for args, name, row, offset in self.moved:

@@ -1,12 +1,13 @@
 """Plans with lists for cohorts of queries.
 
-Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product. A band is one
-product for every block of consecutive queries: its scores join those of the cohorts, and its weights go back to the
-order of the queries. So do the masses of stand-ins under a bias of distances.
+Queries are gathered by cohort, so that a cohort's list and its stand-ins are one matrix product. A band is one product
+for every block of consecutive queries: its scores are gathered by cohort, and its weights go back to the order of the
+queries. Under a bias of distances, masses of stand-ins are gathered likewise.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,17 +26,15 @@ from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
 from fewkeys.rest.base import StandIns, value_shift
 
 
-def attend(problem: Problem, columns: Columns, place: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of a graph with these lists of the cohorts at `place`, equal to `reference.attend` up
-    to rounding. Cost O(n slots (D + Dv)).
-    """
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
     x, s = problem.inputs, problem.stand_ins
-    width = columns.index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
+    width = _lists(problem)[0].index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
     per_head = x.gqa_ratio * x.queries * width
     rows, most = [], at_once(x.query)
     for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
         parts = [(batch, heads) for heads in _slices(x.kv_heads, most // per_head)]
-        rows.append(torch.cat([_attend(*_part(problem, columns, place, part)) for part in parts], 1))
+        rows.append(torch.cat([_attend(_part(problem, part)) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
 
 
@@ -44,26 +43,28 @@ def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, count, step))
 
 
-def _part(
-    problem: Problem, columns: Columns, place: Tensor, part: tuple[slice, slice]
-) -> tuple[Problem, Columns, Tensor]:
-    """The arguments of `attend` for some sequences and key heads."""
-    s, (batch, heads) = problem.stand_ins, part
+def _lists(problem: Problem) -> tuple[Columns, Tensor]:
+    """The lists of cohorts, and the places of their queries."""
+    columns = cast("Columns", problem.graph.columns)
+    return columns, cast("Tensor", columns.place)
+
+
+def _part(problem: Problem, part: tuple[slice, slice]) -> Problem:
+    s, (columns, place), (batch, heads) = problem.stand_ins, _lists(problem), part
     inputs = problem.inputs.heads(heads, batch)
     lists = Columns(columns.index[part], columns.used[part], columns.size, place[part])
     if isinstance(s, StandIns):
         s = s.changed(lambda tensor: tensor[part])
-    graph = Graph(inputs, problem.graph.band, lists)
-    return replace(problem, inputs=inputs, graph=graph, stand_ins=s), lists, place[part]
+    return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
 
 
-def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
-    """The output in working precision."""
-    x, s, band, place = problem.inputs, problem.stand_ins, problem.graph.band, places.clamp_min(0)
+def _attend(problem: Problem) -> Tensor:
+    x, s, band, (columns, places) = problem.inputs, problem.stand_ins, problem.graph.band, _lists(problem)
+    place = places.clamp_min(0)
     size = 64 if band is None else band_block(sum(band))
     distances = None if x.bias is None else Distances(x, x.bias, size, band)
     queries = working(x.grouped_query().flatten(2, 3)) * x.scale
-    near = None if band is None else _Near(x, band, columns, places, queries, distances)
+    near = None if band is None else _Near(problem, band, queries, distances)
     query = take(queries, place)
     list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
     scores = [query @ list_key.mT]
@@ -102,29 +103,21 @@ def _attend(problem: Problem, columns: Columns, places: Tensor) -> Tensor:
 class _Near:
     """The keys of a band around every query but those that its cohort's list holds.
 
-    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other, and the `width` keys
-    around a block of consecutive queries.
+    `scores` (B, Hkv, R Nq, width): of the R query heads that read a key head, one after the other, and of the keys
+    around each block of consecutive queries.
     """
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        band: tuple[int, int],
-        columns: Columns,
-        place: Tensor,
-        query: Tensor,
-        distances: Distances | None,
-    ) -> None:
-        x, self.inputs = inputs, inputs
-        size = band_block(sum(band))
+    def __init__(self, problem: Problem, band: tuple[int, int], query: Tensor, distances: Distances | None) -> None:
+        x, (columns, places), size = problem.inputs, _lists(problem), band_block(sum(band))
+        self.inputs = x
         self.band = Band(x, band, None, size)
-        self.chunk = Chunk.of(self._by_head(query), slice(None), 0, size, x.offset)
+        self.chunk = Chunk(self._by_head(query), slice(None), 0, size, x.offset)
         scores, around = self.band.scores(self.chunk), self.band.place(self.chunk)
         if distances is not None:
             scores = scores + distances.of(around, self.chunk)
         self.position = around[0].repeat_interleave(size, 0)[: x.queries].repeat(x.gqa_ratio, 1)
         listed = marked(columns.index, columns.used, x.keys)
-        cohort = cohort_of_queries(x, place).unflatten(1, (x.kv_heads, -1)).flatten(2, 3).clamp_min(0)
+        cohort = cohort_of_queries(x, places).reshape(x.batch, x.kv_heads, -1).clamp_min(0)
         at = cohort.unsqueeze(-1) * x.keys + self.position
         hidden = listed.flatten(2).gather(-1, at.flatten(2)).view(at.shape) > 0
         self.scores = self._by_query(scores).masked_fill(hidden, -torch.inf)
@@ -143,15 +136,15 @@ class _Near:
         return self._by_query(self.band.mix(in_blocks(self._by_head(weights), self.chunk.size), self.chunk))
 
     def counts(self, stand_ins: StandIns) -> Tensor:
-        """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
+        """How many of a query's keys here each cluster has, (B, Hkv, R Nq, C)."""
         seen = self.scores > -torch.inf
         counts = stand_ins.size.new_zeros((*seen.shape[:3], stand_ins.count))
         return counts.scatter_add_(-1, stand_ins.label[..., self.position], seen.to(counts.dtype))
 
 
 class _Biases:
-    """What a bias of distances adds to the scores of lists, `of_list` (B, Hkv, H, M, S), and does to the masses of
-    stand-ins. `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
+    """A bias of distances: of lists, `of_list` (B, Hkv, H, M, S), and in the masses of stand-ins. `largest`
+    (B, Hkv, H, M, 1): of each query's head.
     """
 
     def __init__(self, inputs: Inputs, distances: Distances, columns: Columns, place: Tensor) -> None:
@@ -179,7 +172,7 @@ class _Biases:
 
 
 def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
-    """Rows (B, Hkv, H, M, X) of the queries at `place`, in the order of these, (B, Hkv, R Nq, X); else zeros."""
+    """Rows (B, Hkv, H, M, X) in the order of the queries, (B, Hkv, R Nq, X); zeros for queries of no cohort."""
     queries, places = inputs.gqa_ratio * inputs.queries, place.flatten(2)
     row = torch.arange(places.shape[2], device=place.device).expand_as(places)
     # The row of each query; behind the last one for queries of no cohort.

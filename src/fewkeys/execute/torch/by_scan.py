@@ -1,6 +1,6 @@
 """Plans whose queries choose keys by their codes, some queries of a block at a time.
 
-Memory O(n (D + Dv)) beside the lists; gradients need more, since they store what is gathered.
+Memory O(n (D + Dv)) beside the lists; gradients store all gathered rows as well.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def only_scan(graph: Graph) -> Scanned | None:
 
 
 def attend(problem: Problem, scanned: Scanned) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
+    """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
     x = problem.inputs
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, at_once(x.query) // (each * min(BLOCK, x.queries)))
@@ -85,7 +85,6 @@ class _Rows:
         return torch.unflatten(mixed / positive(total), 1, (x.gqa_ratio, -1))
 
     def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The keys and values that `part` selects."""
         key, value = working(part(self.key)), working(part(self.value))
         if self.scale is None:
             return key, value

@@ -1,4 +1,4 @@
-"""The bias of distances (`DistanceBias`) of a chunk's scores, and of its stand-ins, in linear time."""
+"""The `DistanceBias` of a chunk's scores and stand-ins, in linear time."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Distances:
         return torch.unflatten(biases, -1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
-        """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
+        """(H, M, C): log of each stand-in's mass for each query, with the bias of all its keys.
 
         member (Heads, Nk, C): what each key counts for.
         """
@@ -41,8 +41,8 @@ class Distances:
         """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band,
         for blocks of queries from the place `first_key` on.
 
-        The weights of the keys within `reach` are one small matrix, the same for all blocks. Keys before and after have
-        one bias each: prefix sums give their sums.
+        Weights of keys within `reach` are one small matrix, the same for all blocks. All keys before have one bias, all
+        keys after another: prefix sums give their sums.
         """
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
         width, device = self.size + 2 * self.reach, member.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 
 import torch
@@ -22,23 +22,16 @@ from fewkeys.core.rows import stretch
 from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 
-@dataclass(frozen=True, eq=False)
 class Chunk:
-    """Some consecutive blocks of queries of some key heads, of all sequences."""
+    """Consecutive blocks of queries of the key heads `heads`, from query `start` on.
 
-    heads: slice
-    start: int  # first query
-    blocks: int
-    size: int  # queries per block
-    gqa_ratio: int
-    offset: int
-    query: Tensor  # (H, M, D), scaled, in working precision
+    query: (H, gqa_ratio, N, D), scaled, in working precision; then (H, M, D). size: queries per block.
+    """
 
-    @staticmethod
-    def of(query: Tensor, heads: slice, start: int, size: int, offset: int) -> Chunk:
-        """Of scaled queries (H, gqa_ratio, N, D) from query `start` on, in working precision."""
-        ratio, count = query.shape[1:3]
-        return Chunk(heads, start, -(-count // size), size, ratio, offset, in_blocks(query, size))
+    def __init__(self, query: Tensor, heads: slice, start: int, size: int, offset: int) -> None:
+        self.heads, self.start, self.size, self.offset = heads, start, size, offset
+        self.gqa_ratio, self.blocks = query.shape[1], -(-query.shape[2] // size)
+        self.query = in_blocks(query, size)
 
     @property
     def first_key(self) -> int:
@@ -75,22 +68,14 @@ def in_blocks(rows: Tensor, size: int) -> Tensor:
 def assembled(
     inputs: Inputs, heads: int, spans: Sequence[tuple[int, int]], attend: Callable[[slice, int, int], Tensor]
 ) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for `heads` heads and one span of queries start .. stop - 1 at a time.
-
-    attend: gives (H, gqa_ratio, stop - start, Dv) for the arguments heads, start and stop.
+    """The output (B, Hq, Nq, Dv). `attend(heads, start, stop)` gives (H, gqa_ratio, stop - start, Dv), for as many
+    `heads` and one of the `spans` of queries at a time.
     """
     x, rows = inputs, []
-    output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
-    for head in range(0, len(output), heads):
-        part, row = slice(head, head + heads), []
-        for start, stop in spans:
-            attended = attend(part, start, stop)
-            if attended.requires_grad:  # in-place writes would copy the whole gradient once per part
-                row.append(attended.to(output.dtype))
-            else:
-                output[part, :, start:stop] = attended
-        rows += [torch.cat(row, 2)] if row else []
-    return torch.unflatten(torch.cat(rows) if rows else output, 0, (x.batch, x.kv_heads)).flatten(1, 2)
+    for head in range(0, x.batch * x.kv_heads, heads):
+        parts = [attend(slice(head, head + heads), *span).to(x.query.dtype) for span in spans]
+        rows.append(torch.cat(parts, 2))
+    return torch.unflatten(torch.cat(rows), 0, (x.batch, x.kv_heads)).flatten(1, 2)
 
 
 class Source(ABC):
@@ -101,14 +86,14 @@ class Source(ABC):
 
     @abstractmethod
     def scores(self, chunk: Chunk) -> Tensor:
-        """Fresh scores (H, M, width) of a chunk of queries; hidden entries are -inf."""
+        """Fresh scores (H, M, width); hidden entries are -inf."""
 
     @abstractmethod
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        """The weighted sum of the source's values (H, M, Dv)."""
+        """The weighted sums (H, M, Dv) of values."""
 
     def multiplicity(self, chunk: Chunk) -> Tensor | None:
-        """How many keys each entry represents, (H, M or 1, width); None: one, or scores include the number."""
+        """The keys that each entry represents, (H, M or 1, width); None: one, or scores include the number."""
         return None
 
 
@@ -123,21 +108,13 @@ class Kept(Source):
         """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
 
 
-class KeySource(Kept):
-    """Keys that all queries of a block share."""
-
-    @abstractmethod
-    def place(self, chunk: Chunk) -> Tensor:
-        """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
-
-
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
     at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
     return torch.unflatten(working(rows.gather(1, at)), 1, index.shape[1:])
 
 
-class Lists(KeySource):
+class Lists(Kept):
     """Lists of keys: one for every block of queries, or one for all."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
@@ -168,6 +145,7 @@ class Lists(KeySource):
         return (self._by_list(weights, chunk) @ self._rows(self.value, chunk)).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
+        """The key of every column, (H, blocks or 1, width); any key where the column is hidden."""
         return chunk.part(self.index)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
@@ -177,7 +155,7 @@ class Lists(KeySource):
         return members.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
 
 
-class Band(KeySource):
+class Band(Kept):
     """The keys from `left` before to `right` after every query, except those that its lists hold already."""
 
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
@@ -192,10 +170,12 @@ class Band(KeySource):
         self.padding = None if inputs.valid is None else (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
 
     def _stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
-        first = chunk.first_key - self.left
-        last = chunk.first_key + chunk.blocks * chunk.size + self.right
-        return stretch(rows[chunk.heads], first, last).unfold(1, self.width, self.size)
+        """The rows (H, N, D) of each block's band: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
+        return stretch(rows[chunk.heads], *self._ends(chunk)).unfold(1, self.width, self.size)
+
+    def _ends(self, chunk: Chunk) -> tuple[int, int]:
+        """The first place of the first block's band, and the place after the last one's."""
+        return chunk.first_key - self.left, chunk.first_key + chunk.blocks * chunk.size + self.right
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.by_block(chunk.query) @ working(self._stretch(self.key, chunk))
@@ -208,6 +188,7 @@ class Band(KeySource):
         return (chunk.by_block(weights) @ working(self._stretch(self.value, chunk)).mT).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
+        """The same as of `Lists`, (1, blocks, width)."""
         return self._places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
@@ -224,9 +205,9 @@ class Band(KeySource):
         return first + torch.arange(self.width, device=self.key.device)
 
     def _hidden(self, chunk: Chunk) -> Iterator[Tensor]:
-        """(H or 1, blocks, width): places outside the sequence, padding, and keys that the block's lists hold."""
+        """(H or 1, blocks, width): places outside the sequence, padding, and keys in the block's lists."""
         place = self._places(chunk)
-        first, last = chunk.first_key - self.left, chunk.first_key + chunk.blocks * chunk.size + self.right
+        first, last = self._ends(chunk)
         if first < 0 or last > self.keys:
             yield ((place < 0) | (place >= self.keys)).unsqueeze(0)
         if self.padding is not None:
@@ -235,7 +216,7 @@ class Band(KeySource):
             yield self._listed(self.columns, chunk)
 
     def _listed(self, columns: Columns, chunk: Chunk) -> Tensor:
-        """(H, blocks, width): keys that the block's list holds."""
+        """(H, blocks, width): keys in the block's list."""
         lists, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
         place = lists - self._places(chunk)[:, :1]
         inside = used & (place >= 0) & (place < self.width)
@@ -250,7 +231,7 @@ class Means(Source):
     def __init__(self, stand_ins: StandIns, unkept: Tensor, near: Sequence[Kept]) -> None:
         s = stand_ins.changed(lambda part: part.flatten(0, 1) if part.ndim == 3 else working(part).flatten(0, 2))
         if s.factor is not None:
-            # The factors are one more column of the values.
+            # The factors are a last column of the values.
             s = replace(s, value=torch.cat([s.value, s.factor.unsqueeze(-1)], -1))
         self.rows, self.near, self.width = s, near, stand_ins.count
         self.stand_ins, self.unkept = stand_ins, unkept
@@ -287,7 +268,7 @@ class Means(Source):
 
 
 class PastMeans(Source):
-    """The stand-ins that each block of queries has of its past."""
+    """The stand-ins for the past of each block of queries."""
 
     def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
         self.key, self.value, bias, self.size = (
