@@ -1,4 +1,4 @@
-"""The keys of one head for the search, in blocks in float64, scaled to sizes near one."""
+"""The keys of one head, in blocks in float64, scaled to sizes near one."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,9 @@ MODERATE = 60
 
 
 class ScaledKeys:
-    """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
+    """Keys (N, D) of any floating dtype, divided by powers of two, without rounding, if columns are of extreme sizes.
 
-    The division is exact. `largest` (D,), float64: the largest number of each column after it.
+    `largest` (D,), float64: the largest number of each column then.
     """
 
     def __init__(self, key: Tensor, power: float) -> None:
@@ -43,8 +43,8 @@ class ScaledKeys:
         return self._scaled(self.key[index], torch.float64)
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones: times
-        the powers that divide the keys, and each times one more, which cancels in attention.
+        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the keys. A power of two
+        for each query cancels in attention.
         """
         query = _unit(query.double())
         return query if self.scale is None else _unit(query * self.scale)

@@ -1,9 +1,8 @@
-"""`heavy_entries`: the choice of an algorithm for each query, and the entries in one sorted list.
+"""`heavy_entries`: `A_ij = |<q_i, k_j>|^p / Z_i >= eps` with `Z_i = sum_l |<q_i, k_l>|^p`.
 
-`A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. For even p normalisers come from a small matrix
-(gram.py), and only keys whose sensitivity bound reaches eps are compared. Where rounding may have changed a normaliser
-by more than `TRUST`, or by enough to decide whether an entry reaches eps, the query is answered directly, from its
-scores with all keys in float64.
+For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps are
+compared. Where rounding may have changed a normaliser by more than `TRUST`, or by enough to decide whether an entry
+reaches eps, the query is answered directly, from its scores with all keys in float64.
 """
 
 from collections.abc import Iterator
@@ -28,9 +27,8 @@ SCORES = 1 << 19
 
 @dataclass(frozen=True, eq=False)
 class HeavyEntries:
-    """The entries >= eps of attention: `indices` (4, M), int64, as (batch, query head, query, key); `values` (M,).
-
-    Sorted by batch, head, query, key, each once. `shape` is (B, Hq, Nq, Nk).
+    """The entries >= eps of attention: `indices` (4, M), int64, as (batch, query head, query, key), sorted, each once;
+    `values` (M,). `shape` is (B, Hq, Nq, Nk).
     """
 
     indices: Tensor
@@ -59,15 +57,15 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. Scores
-    have no scale, which would cancel.
+    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. A scale
+    of the scores would cancel.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
         key: (B, Hkv, Nk, D), Hq a multiple of Hkv; query head h reads key head `h // (Hq / Hkv)`.
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
-        lengths: (B,) real keys per sequence; the others are left out. All queries are answered.
+        lengths: (B,) real keys per sequence. All queries are answered.
         sketch: parts to estimate, within the errors that `Sketched` states. None: exact.
         generator: the source of a sketch's randomness; default: seed 0 at every call.
 
@@ -115,7 +113,7 @@ def heavy_entries(
 
 
 def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
-    """The exact parts for one head; None where they would cost more than all scores."""
+    """None where they would cost more than all scores."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
     if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:
@@ -125,8 +123,8 @@ def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Pa
 
 
 def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`; of the others, and where
-    nothing is estimated of those with a tie, directly.
+    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly, and
+    where nothing is estimated also of those with a tie.
     """
     if parts is None:
         yield from directly(query, keys, eps, power)
@@ -158,7 +156,7 @@ def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: P
 
 
 def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64: every score twice, once for the normaliser and once to compare."""
+    """The entries of queries (M, D), float64, from every score twice: for the normaliser, then to compare."""
     start = 0
     for part in query.split(SCORES // BLOCK):
         top = total = part.new_zeros(len(part))
@@ -180,7 +178,7 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
 
 
 def raised(scores: Tensor, power: float) -> Tensor:
-    """`|s|^p`, in place. Squares are far cheaper than powers, and more accurate."""
+    """`|s|^p`, in place. Squares are cheaper than powers, and more accurate."""
     if power % 2:
         return scores.abs_().pow_(power)
     return scores.square_() if power == 2 else scores.square_().pow_(power / 2)
