@@ -68,8 +68,8 @@ def judge(
 ) -> list[dict[str, Any]]:
     """A row for every grouping in the space of every finder, united with `keep`; calls `done(steps, of)`.
 
-    Rows have the `name` and `space`, the means of `GraphScores` over layers, heads and sequences, None in place of NaN,
-    and the recall of a `window` and of `random` edges that keep as many keys per query.
+    Rows have `name` and `space`, the means of `GraphScores` over layers, heads and sequences, None in place of NaN, and
+    the recall of a `window` and of `random` edges that keep as many keys per query.
     """
     alpha, steps = next(iter(finders.values())).settings.alpha, count(1)
 
@@ -100,7 +100,7 @@ def judge(
 
 
 def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
-    """Every sequence of a call alone, its real tokens only."""
+    """Every sequence of a call alone, without padding."""
     for row in range(len(call.query)):
         sequence = call.rows(slice(row, row + 1))
         masks = sequence.real_queries, sequence.key_mask

@@ -1,4 +1,4 @@
-"""What groupings learn of a space: centroids of clusters, which of them are joined, and edges of buckets."""
+"""What groupings learn of a space: centroids, which of their clusters are joined, and edges of buckets."""
 
 import warnings
 from collections.abc import Sequence
@@ -43,24 +43,24 @@ def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int
 
 
 class _Sample:
-    """The rows of every head with the largest random numbers so far: a uniform sample without replacement."""
+    """The rows of every head with the largest random numbers: a uniform sample without replacement."""
 
     def __init__(self, count: int, heads: int, width: int) -> None:
         self.count, self._number, self._rows = count, torch.empty(heads, 0), torch.empty(heads, 0, width)
 
     def add(self, number: Tensor, rows: Tensor) -> None:
-        """Rows (H, n, width) with random numbers (H, n), -1 for rows that do not count."""
+        """Rows (H, n, width) with random numbers (H, n), -1 to leave a row out."""
         number, order = torch.cat([self._number, number], 1).sort(dim=-1, descending=True, stable=True)
         index = order[:, : self.count, None].expand(-1, -1, rows.shape[2])
         self._number, self._rows = number[:, : self.count], torch.cat([self._rows, rows], 1).gather(1, index)
 
     def rows(self) -> Tensor:
-        """The sample (H, S, width), S the least number that a head has."""
+        """The sample (H, S, width), S the least that a head has."""
         return self._rows[:, : int((self._number >= 0).sum(-1).min())]
 
 
 def joined(tokens: Sequence[Tensor], ends: Sequence[Tensor], clusters: Sequence[Tensor], lift: float) -> Joined:
-    """The clusters to join, from tokens (H, S, r), ends of gold edges (H, E, r) and clusters (H, C, r), by side."""
+    """Joined clusters, from tokens (H, S, r), ends of gold edges (H, E, r) and centroids (H, C, r) of both sides."""
     heads, count, _ = clusters[0].shape
 
     def labels(rows: Sequence[Tensor]) -> list[Tensor]:
@@ -78,7 +78,7 @@ def joined(tokens: Sequence[Tensor], ends: Sequence[Tensor], clusters: Sequence[
 
 
 def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Tensor:
-    """k-means of rows (H, S, r), head by head, with another seed for each round, on one thread for the same bits."""
+    """k-means of rows (H, S, r) by head, another seed for each round: (H, rounds count, r)."""
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError("sklearn is needed for clusters and is not installed; pip install 'fewkeys[train]'")
     from sklearn.cluster import KMeans
@@ -86,7 +86,7 @@ def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Tensor:
     from threadpoolctl import threadpool_limits
 
     heads = []
-    with threadpool_limits(limits=1), warnings.catch_warnings():
+    with threadpool_limits(limits=1), warnings.catch_warnings():  # one thread: the same bits everywhere
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some coincide
         for tokens in rows.double().numpy():
             if len(tokens) < count:
