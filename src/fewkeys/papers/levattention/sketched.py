@@ -1,6 +1,6 @@
-"""`heavy_entries` from random sketches: the estimates, their errors and failure probabilities.
+"""`heavy_entries` from random sketches: estimates, errors, failure probabilities.
 
-Let `Z_i = |K q_i|^2`, the exact normalisers of power 2, and `F = S K` for a projection S (projections.py).
+Let `Z_i = |K q_i|^2`, the normalisers of power 2, and `F = S K` for a projection S (projections.py).
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys with such scores >= eps have
@@ -45,7 +45,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 
 @dataclass(frozen=True)
 class Sketched:
-    """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
+    """The estimated parts of `heavy_entries`, each with its error; None: exact.
 
     Returned are the entries of candidates with an estimate A~ of at least eps.
 
@@ -62,9 +62,9 @@ class Sketched:
         failure: delta in (0, 1), of normalisers and scores for the whole call, of numerators per pair.
         projection: S for normalisers and scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    A sketch that would be no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place
-    of `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
-    and candidate. `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to estimate.
+    A sketch no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`,
+    n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query and
+    candidate. `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to estimate.
 
     Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; the module derives statements and constants.
     """
@@ -169,6 +169,6 @@ def _numerators(
     if columns >= keys.dim:
         return None
     change = basis(form)
-    eye = torch.eye(keys.dim).to(change.key)
+    eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
     spread = CountSketch().apply(iter([eye]), columns, generator).mT
     return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

@@ -14,7 +14,7 @@ from fewkeys.papers.sparsefinder.train import generator, gold_graph, pieces
 
 
 def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most `count` random real queries (Hq, S, D) and keys (Hq, S, D) of a layer, float32."""
+    """At most `count` random real queries and keys (Hq, S, D) of a layer, float32."""
     draw = generator(seed, layer, "tokens")
     queries, keys = (_Sample(count, capture.query_heads, capture.head_dim) for _ in range(2))
     for call in capture.calls(layer):
@@ -28,7 +28,7 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
 
 
 def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The queries and the keys (Hq, S, D) of S <= `count` random gold edges of every head, float32. Cost O(n^2 D)."""
+    """The queries and keys (Hq, S, D) of at most `count` random gold edges of every head, float32. Cost O(n^2 D)."""
     draw, ends = generator(seed, layer, "edges"), _Sample(count, capture.query_heads, 2 * capture.head_dim)
     for call in capture.calls(layer):
         for piece in pieces(call):
@@ -66,12 +66,12 @@ def joined(tokens: Sequence[Tensor], ends: Sequence[Tensor], clusters: Sequence[
     def labels(rows: Sequence[Tensor]) -> list[Tensor]:
         return [nearest(part[None], places)[0, ..., 0] for part, places in zip(rows, clusters, strict=True)]
 
-    from_cluster, to_cluster = labels(ends)
-    cell = from_cluster * count + to_cluster
-    gold = torch.zeros(heads, count * count, dtype=torch.float64)
-    gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
     shares = [one_hot(label, count).double().mean(1) for label in labels(tokens)]
     expected = (shares[0].unsqueeze(2) * shares[1].unsqueeze(1)).flatten(1)
+    from_cluster, to_cluster = labels(ends)
+    cell = from_cluster * count + to_cluster
+    share = torch.full_like(cell, 1 / max(1, cell.shape[1]), dtype=torch.float64)
+    gold = torch.zeros_like(expected).scatter_add_(1, cell, share)
     lifts = gold / expected.clamp_min(1e-12)
     pairs = (lifts >= lift) | (lifts >= (1 - 1e-9) * lifts.amax(1, keepdim=True))  # of equal ones all, up to rounding
     return Joined(clusters[0], clusters[1], pairs.view(heads, count, count))
@@ -98,6 +98,6 @@ def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Tensor:
 
 
 def edges(query: Tensor, key: Tensor, beta: int) -> Edges:
-    """The quantiles 1 / beta .. (beta - 1) / beta of every dimension of queries and of keys (H, S, r)."""
-    at = torch.linspace(0, 1, beta + 1, dtype=torch.float64)[1:-1]
+    """The quantiles 1 / beta .. (beta - 1) / beta of every dimension of queries and keys (H, S, r)."""
+    at = torch.linspace(0, 1, beta + 1, dtype=torch.float64, device=query.device)[1:-1]
     return Edges(*(rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)))
