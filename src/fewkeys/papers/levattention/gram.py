@@ -28,7 +28,7 @@ from fewkeys.sketch.lewis import lewis_weights
 from fewkeys.sketch.tensor_power import tensor_features, width
 
 BLOCK_FEATURES = 1 << 22
-"""Features in one block."""
+"""Features in memory at once."""
 TRUST, SLACK, MARGIN = 1e-8, 0.04, 0.9
 """1 - MARGIN covers SLACK and twice the rounding of the roots of the scores."""
 
@@ -37,7 +37,7 @@ TRUST, SLACK, MARGIN = 1e-8, 0.04, 0.9
 class Normaliser:
     """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
 
-    `matrix`: G or F. `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, not of a sketch.
+    `matrix`: G or F. `size` (m,): g. `exact`: G is that of the keys, not of a sketch.
     """
 
     matrix: Tensor
@@ -80,7 +80,7 @@ def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
 
 
 def feature_block(columns: int) -> int:
-    """Keys whose features are in memory at once."""
+    """The keys of a block."""
     return min(BLOCK, max(1, BLOCK_FEATURES // columns))
 
 

@@ -21,13 +21,13 @@ from fewkeys.sketch.leverage import checked
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 ROUNDING = 1e-6
-"""A key is dropped only if its score is below eps by this relative margin and the error of the score."""
+"""The relative margin below eps, besides the error of the score, from which a key is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
     """The universal set of a stream of `shape` (B, H, N): `indices` (3, M), int64, as (batch, head, position), sorted;
-    `keys` (M, D), in working precision; `scores` (M,), float64.
+    `keys` (M, D), float64 or float32; `scores` (M,), float64.
     """
 
     indices: Tensor
@@ -142,7 +142,7 @@ class KeySketch:
         return UniversalKeys(indices, self._keys[at], scores[at], (*self._keys.shape[:2], self.count))
 
     def _open(self, rows: Tensor) -> None:
-        """Check that rows (B, H, N, D) continue the stream; before the first ones, make the empty state."""
+        """Check that rows (B, H, N, D) continue the stream; before the first, make the empty state."""
         if not self.count:
             size = width(rows.shape[-1], self._degree)
             if size > MAX_WIDTH:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fewkeys.sketch.gram import power_of_two
 
 BLOCK = 1024
-"""Keys converted at once: a block and its products fit in a core's cache."""
+"""Keys converted at once, which fit a core's cache with their products."""
 MODERATE = 60
 """Columns whose largest numbers to the power p are within 2^+-60 are not scaled."""
 
@@ -34,12 +34,10 @@ class ScaledKeys:
         return self.key.shape[1]
 
     def blocks(self, size: int, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
-        """The keys, `size` at a time."""
         for part in self.key.split(size):
             yield self._scaled(part, dtype)
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        """The keys at `index`, in float64."""
         return self._scaled(self.key[index], torch.float64)
 
     def queries(self, query: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
 Entries = tuple[Tensor, Tensor, Tensor]
 """Rows, columns and values of some entries of one head."""
 SCORES = 1 << 19
-"""Scores in memory at once: few enough for a core's cache."""
+"""Scores in memory at once, which fit a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,7 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. A scale
-    of the scores would cancel.
+    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
@@ -74,12 +73,11 @@ def heavy_entries(
 
         Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
         `|U| <= d^(p/2) / (0.9 eps)` candidates; O(n d) for each query that is answered directly. Other p, and too few
-        queries for a Gram matrix: `O(n n_q d)`, every score. Memory: blocks of fixed size and the answer; for p > 2
-        also O(n d) for one head in float64.
+        queries for a Gram matrix: `O(n n_q d)`. Memory: blocks of fixed size and the answer; for p > 2 also O(n d) for
+        one head in float64.
 
     Raises:
-        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
-            fit `power`.
+        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, `sketch` unfit for it.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the authors' discussion; the control of rounding is ours.
     """
@@ -135,7 +133,7 @@ def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: P
     direct = (query != 0).any(-1)
     for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
         norm, ratio = form(part)
-        # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
+        # The second term is the rounding of the score, `D u sum_a |q_a k_ja|`, next to an entry of eps.
         doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
         trusted = (norm > 0) & (doubt <= TRUST)
         query_rows = part if numerators is None else part @ numerators.query
@@ -162,12 +160,13 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
         top = total = part.new_zeros(len(part))
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
-            # Scores are divided by a power of two near the largest so far, so that high powers do not underflow.
-            higher = torch.maximum(top, power_of_two(scores.amax(-1)) * (scores.amax(-1) > 0))
-            total = total * torch.where(top > 0, top / higher, 0.0).nan_to_num() ** power
+            # Scores are divided by a power of two near the largest so far: high powers must not underflow.
+            largest = scores.amax(-1)
+            higher = torch.maximum(top, power_of_two(largest) * (largest > 0))
+            total = total * (top / higher).nan_to_num() ** power
             top = higher
             total = total + raised(scores / torch.where(top > 0, top, 1.0).unsqueeze(-1), power).sum(-1)
-        # A score below the rounding of its own dot product is zero: the query is orthogonal to all keys.
+        # Scores below the rounding of their dot product are zero: the query is orthogonal to all keys.
         real = top > part.shape[-1] * torch.finfo(torch.float64).eps * (part.abs() @ keys.largest)
         total, top = torch.where(real, total, torch.inf), torch.where(real, top, 1.0)
         for number, block in enumerate(keys.blocks(BLOCK)):

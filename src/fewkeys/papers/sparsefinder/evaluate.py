@@ -1,4 +1,4 @@
-"""Scores of selectors against the gold graph of entmax heads, on captured sequences, beside controls."""
+"""Scores of selectors against the gold graph of entmax heads, beside controls."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -39,7 +39,7 @@ class Grouping(Selector, ABC, listed=False):
     """The edges that a rule predicts between queries and keys of one layer. Cost O(n D r), then the rule's own.
 
     Args:
-        project: the space, of as many query heads as the layer has; None: q and k as they are.
+        project: the space of the layer's query heads; None: q and k as they are.
         fitted: what the rule learned of the space. `Sparsefinder.selector` sets both.
     """
 
@@ -94,7 +94,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @property
     def rule(self) -> str:
-        """The rule without the space."""
+        """Without the space."""
         options = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not f.kw_only]
         return f"{type(self).__name__}({', '.join(options)})"
 
@@ -129,9 +129,9 @@ class Distance(Grouping):
 class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
-    kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; causal and cross-attention use `fitted` quantiles instead. "uniform": `floor(beta (tanh(x) + 1) / 2)`.
-    Cost O(n r log n) to choose; up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
+    kind "equal_size": in every dimension the n sorted queries of a sequence fill buckets of `ceil(n / beta)`, and so do
+    the keys; causal and cross-attention use `fitted` quantiles. "uniform": `floor(beta (tanh(x) + 1) / 2)`. Cost
+    O(n r log n) to choose; up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
     """
 
     beta: int
@@ -175,8 +175,8 @@ class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
     `count` centroids per head are fitted by k-means on queries and keys together; edges of `rounds` such sets, from
-    different seeds, are united. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` are edges:
-    with count = sqrt(n), O(n sqrt n) in all.
+    different seeds, are united. Cost O(n count r rounds) to choose; about `rounds top^2 / count` of the pairs are
+    edges: with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -215,9 +215,9 @@ class Clusters(Grouping):
 class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
-    Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
-    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio
-    always is. So gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the paper's.
+    Queries have `count` clusters, keys `count` others. Clusters are joined if their share of a head's gold edges in the
+    capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio always is. So
+    gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the paper's.
     """
 
     count: int
@@ -251,9 +251,8 @@ class BlockClusters(Selector):
 
     Blocks of `size` positions, a power of two, are represented by the mean of their projected real tokens. A cluster
     has the `top` query blocks and the `top` key blocks nearest to its centroid: of all blocks (version 1 of the paper),
-    or with `inside` of those for which it is the nearest centroid (version 2). They take the place of BigBird's random
-    blocks, beside its window of `window` blocks, an odd number. `project`: the space in which `centroids` were fitted;
-    None: q and k as they are.
+    or with `inside` of those for which it is the nearest centroid (version 2). They replace BigBird's random blocks,
+    beside its window of `window` blocks, an odd number. `project`: the space of `centroids`; None: q and k as they are.
 
     Not causal: a block's mean has all its tokens. Cost O(n r (D + centroids / size)) to choose, at most
     `size window + top size` keys a centroid per query.
@@ -318,7 +317,7 @@ class BlockClusters(Selector):
 
 
 def _grouped(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> Graph:
-    """The graph of groups (B, Hq, N, M) of queries and of keys; padded tokens are in no group."""
+    """The graph of groups (B, Hq, N, M); padded tokens are in none."""
     if inputs.valid is not None:
         key = key.masked_fill(~inputs.valid[:, None, :, None], -1)
     if inputs.valid_queries is not None:

@@ -54,7 +54,6 @@ class Groups:
             )
 
     def check(self, inputs: Inputs) -> None:
-        """Raise `ValueError` unless the ids have the shapes of the queries and keys."""
         x = inputs
         for name, ids, tokens in (("query", self.query, x.queries), ("key", self.key, x.keys)):
             if ids.shape[:3] != (x.batch, x.query_heads, tokens):
@@ -79,11 +78,9 @@ class Groups:
         return shared
 
     def delayed(self, count: int) -> Groups:
-        """With `count` queries of no group before the others."""
         return replace(self, query=pad(self.query, (0, 0, count, 0), value=-1))
 
     def source(self, graph: Graph) -> GroupedKeys:
-        """Their scores and sums, in time linear in the edges."""
         return GroupedKeys(graph, self.query, self.key, self.count)
 
     def computation_sparsity(self) -> Tensor:

@@ -104,17 +104,18 @@ class Sparsefinder:
         """Learn the projections of every layer, by the loss in `fewkeys.papers.sparsefinder.train`.
 
         Args:
-            capture: `fk.capture(model, batches, weights=fk.weights.Entmax(alpha))`, causal or not, also of
-                cross-attention, also padded.
-            rank, alpha: r; of the model's entmax.
+            capture: `fk.capture(model, batches, weights=fk.weights.Entmax(alpha))`, causal or not, self- or
+                cross-attention, padded or not.
+            rank: r.
+            alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
             margin, lr, epochs: of the hinge; of Adam; passes over the capture.
             batch: the most sequences per step, from one batch of the capture.
             validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
-                epoch whose loss on them is least. Another capture instead, or 0 for none.
+                epoch whose loss on them is least. Or another capture, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
             sample: queries, and as many keys, of each head that groupings are fitted on; four times as many gold edges.
-            directory: keeps finished layers, so that an interrupted fit goes on with the next one.
+            directory: keeps finished layers, so that an interrupted fit continues.
             progress: called as `progress(done, total, what)`.
 
         Raises `TypeError` or `ValueError` for malformed arguments.
@@ -254,7 +255,7 @@ class Sparsefinder:
 
 @dataclass(frozen=True)
 class _Description:
-    """The content of `sparsefinder.json`; `tensors`: the fingerprint of the tensors."""
+    """The content of `FILE`; `tensors`: their fingerprint."""
 
     format: int
     shape: Shape

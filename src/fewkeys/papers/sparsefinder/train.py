@@ -31,7 +31,7 @@ PAIRS = 2**24
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `Sparsefinder.fit` besides the capture, by the same names."""
+    """Arguments of `Sparsefinder.fit`."""
 
     rank: int = 4
     alpha: float = 1.5
@@ -164,7 +164,7 @@ def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.G
 
 
 def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys (B, Hq, N, D) float32; the gold edges, none of padded queries; and the visible pairs."""
+    """Queries and keys (B, Hq, N, D), float32; the gold edges, none of padded queries; the visible pairs."""
     x = problem_of(call)
     query, key = x.query.float(), x.key.float().repeat_interleave(x.gqa_ratio, 1)
     seen = visible(x, 0, x.queries)
@@ -175,10 +175,9 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 
 
 def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
-    """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
+    """1 at gold edges, minus their share at random others that are `seen`: (B, H, N, M) float32, rows adding up to 0.
 
-    `gold` and the visible pairs `seen`: bool, broadcast. A row has as many others as gold keys, or fewer that count
-    more; without others it is zero. Cost O(N M log M).
+    A row has as many others as gold keys, or fewer that count more; without others it is zero. Cost O(N M log M).
     """
     others, gold_count = seen & ~gold, gold.sum(-1)
     number = torch.minimum(gold_count, others.sum(-1))
@@ -191,7 +190,7 @@ def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
 
 
 def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
-    """The loss (B, H, N) of projected queries (B, H, N, r) and keys (B, H, M, r); 0 for rows of `sign` that are 0."""
+    """The loss (B, H, N) of projected queries and keys; 0 for rows of `sign` (B, H, N, M) that are 0."""
     size = key.square().sum(-1, keepdim=True)
     sums = sign.to(key.dtype) @ torch.cat([size, key], -1)
     excess = sums[..., 0] - 2 * (query * sums[..., 1:]).sum(-1)

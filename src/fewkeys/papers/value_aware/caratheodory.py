@@ -18,8 +18,6 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     """
     rows, count = weights.shape
     limit = points.shape[-1] + 1
-    if count <= limit:
-        return weights.clone()
     # A third more groups than needed: a round then moves little memory, and rounds are few.
     target = limit + max(1, limit // 3)
     index = torch.arange(count, device=weights.device).expand(rows, count)
@@ -27,9 +25,8 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
     while (n := index.shape[1]) > limit:
         size = max(1, min(-(-n // target), -(-n // limit) - 1))
         groups = -(-n // size)
-        missing = groups * size - n
-        index = torch.cat([index, index[:, :1].expand(rows, missing)], 1).view(rows, groups, size)
-        remaining = pad(remaining, (0, missing)).view(rows, groups, size)
+        # Padding is the first point with weight zero.
+        index, remaining = (pad(part, (0, groups * size - n)).view(rows, groups, size) for part in (index, remaining))
         mass = remaining.sum(-1)
         divisor = torch.where(mass > 0, mass, 1.0)
         means = (remaining[..., None] * points[index]).sum(-2) / divisor[..., None]
@@ -37,7 +34,6 @@ def caratheodory(weights: Tensor, points: Tensor) -> Tensor:
         kept = reduced.topk(limit, -1).indices.sort(-1).values[..., None].expand(rows, limit, size)
         remaining = (remaining * (reduced / divisor)[..., None]).gather(1, kept).flatten(1)
         index = index.gather(1, kept).flatten(1)
-    # Padding is a real point with weight zero: weights are added, not written.
     return torch.zeros_like(weights).scatter_add(1, index, remaining)
 
 

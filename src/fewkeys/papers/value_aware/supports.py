@@ -26,28 +26,24 @@ class Fit(NamedTuple):
     weights: Tensor  # (R, r), on the simplex
     error: Tensor  # (R,), squared distance of the combination to the target
 
-    def dense(self, count: int) -> Tensor:
-        """(R, count) weights."""
-        return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.indices, self.weights)
-
 
 def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
     """The best weights on `index` (R, r), never worse than `start` (R, r)."""
-    inner = rows.points[index] - rows.target[:, None]
-    weights = nearest_in_hull(inner, rows.visible.gather(1, index), start)
-    new, old = (Fit(index, w, (w[:, None] @ inner)[:, 0].square().sum(1)) for w in (weights, start))
+    points = rows.points[index] - rows.target[:, None]
+    weights = nearest_in_hull(points, rows.visible.gather(1, index), start)
+    new, old = (Fit(index, w, (w[:, None] @ points)[:, 0].square().sum(1)) for w in (weights, start))
     return better(new, old)
 
 
 def better(first: Fit, second: Fit) -> Fit:
-    """Row by row the fit that is closer; the first on a tie, the second where an error is NaN."""
+    """Row by row the closer fit; the first on a tie, the second where an error is NaN."""
     wins = first.error <= second.error
     indices, weights = (torch.where(wins[:, None], a, b) for a, b in zip(first[:2], second[:2], strict=True))
     return Fit(indices, weights, torch.where(wins, first.error, second.error))
 
 
 def nearest(rows: Mixtures) -> Fit:
-    """One value per row: the one nearest to the output. This is optimal for r = 1."""
+    """The value nearest to each row's output: optimal for r = 1."""
     # Differences, not the expanded square: near a value, cancellation would make the choice random.
     distance = torch.cdist(rows.target, rows.points, compute_mode="donot_use_mm_for_euclid_dist")
     value, index = distance.masked_fill(~rows.visible, torch.inf).min(1, keepdim=True)

@@ -54,7 +54,7 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
 def value_aware(
     weights: Tensor, values: Tensor, r: int, method: Method = "auto", *, mask: Tensor | None = None
 ) -> Tensor:
-    """At most r weights per row, chosen so that the output of attention changes least.
+    """At most r weights per row for which the output of attention changes least.
 
     `argmin ||sum_j a_j v_j - sum_j b_j v_j||` over `b >= 0, sum b = 1, at most r nonzero`. With rho the dimension of
     the smallest plane that holds a head's values (rho <= Dv and rho < N):
@@ -64,7 +64,7 @@ def value_aware(
     - between: NP-hard in general. "auto" is the best of greedy growth and elimination from the Caratheodory solution,
       improved by pairwise exchanges, with the best weights for every support tried.
 
-    The result is never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
+    Never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
 
     Args:
         weights: (..., Nq, N), rows on the simplex. Rows of zeros stay zero.
@@ -76,11 +76,10 @@ def value_aware(
 
     Returns:
         (..., Nq, N) in the dtype of weights, computed in float64. Cost per row: exact `O(N Dv + Dv^3 log(N / Dv))`;
-        between, "auto" O(r (N Dv r + r^3)) times a constant near 20. Memory: the input and one block of rows.
+        between, "auto" about 20 times r (N Dv r + r^3). Memory: the input and one block of rows.
 
     Raises:
-        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False, an
-            unknown method.
+        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False.
 
     Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3; Maalouf, Jubran, Feldman (arXiv
     1906.04705) for the exact case; Wolfe (1976) for the best weights of a support. The solvers between are ours.
@@ -119,7 +118,7 @@ def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Met
         fit = supports.nearest(rows)
         if r > 1:
             fit = supports.better(SOLVERS[method](rows, r), supports.oblivious(rows, r))
-        dense = fit.dense(points.shape[0])
+        dense = torch.zeros_like(weights).scatter_add(1, fit.indices, fit.weights)
     # In float64, so that only the final rounding moves a row off the simplex.
     return dense / dense.sum(1, keepdim=True)
 
