@@ -106,8 +106,12 @@ def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
         masks = sequence.real_queries, sequence.key_mask
         queries, keys = (slice(None) if mask is None else mask[0] for mask in masks)
         query, key, value = sequence.query[:, :, queries], sequence.key[:, :, keys], sequence.value[:, :, keys]
+        past = sequence.query_offset
+        if sequence.key_mask is not None:
+            past = int(sequence.key_mask[0, :past].sum())
+        alone = replace(sequence, query=query, key=key, value=value, query_offset=past, gradient=None)
         if query.shape[2] and key.shape[2]:
-            yield replace(sequence, query=query, key=key, value=value, key_mask=None, query_mask=None, gradient=None)
+            yield replace(alone, key_mask=None, query_mask=None)
 
 
 def _scores(x: Inputs, selector: Selector, gold: Tensor) -> Tensor:
