@@ -125,9 +125,7 @@ def sketched_parts(
         chosen = candidates(keys, form, eps, power)
     else:
         chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
-    if sketch.numerators is None:
-        return form, chosen, None
-    return form, chosen, _numerators(keys, form, chosen, sketch.numerators, sketch.failure, generator)
+    return form, chosen, _numerators(sketch, keys, form, chosen, generator)
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
@@ -162,10 +160,12 @@ def _candidates(
 
 
 def _numerators(
-    keys: ScaledKeys, form: Normaliser, chosen: Tensor, error: float, failure: float, generator: torch.Generator
+    sketch: Sketched, keys: ScaledKeys, form: Normaliser, chosen: Tensor, generator: torch.Generator
 ) -> Numerators | None:
     """After one CountSketch of the coordinates; None if it would have D sums or more."""
-    columns = math.ceil(2.2 / (failure * error**2))  # 2.2: the ridge adds up to 4 %
+    if sketch.numerators is None:
+        return None
+    columns = math.ceil(2.2 / (sketch.failure * sketch.numerators**2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None
     change = basis(form)

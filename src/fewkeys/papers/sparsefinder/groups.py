@@ -95,7 +95,7 @@ class Groups:
         """`-sum_g p_g log p_g / log count`, 0 to 1, per head (B, Hq), p_g the share of the keys' memberships in g."""
         size = _members(self.key, self.count)
         p = size / size.sum(-1, keepdim=True).clamp_min(1)
-        entropy: Tensor = -torch.special.xlogy(p, p).sum(-1)
+        entropy: Tensor = torch.special.entr(p).sum(-1)
         return (entropy / math.log(max(self.count, 2))).clamp(0.0, 1.0).float()
 
 

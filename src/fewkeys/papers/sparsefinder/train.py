@@ -24,7 +24,6 @@ from fewkeys.core.tensor_files import Form, LayerFile
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.tuning.score import problem_of
 
-KIND = "fit"
 PAIRS = 2**24
 """Pairs whose scores are in memory at once."""
 
@@ -75,7 +74,7 @@ def learn(
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
     facts += [{**asdict(settings), "sample": 0}, torch.__version__]
-    file = LayerFile(folder, KIND, f"layer-{layer:03d}", facts)
+    file = LayerFile(folder, "fit", f"layer-{layer:03d}", facts)
     if (finished := file.read({"maps": Form(shape, torch.float32)})) is not None:
         return finished[1]["maps"], finished[0]
     # Both maps begin as the same uniform draw in +- 1 / sqrt(D).
