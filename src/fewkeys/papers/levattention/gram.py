@@ -90,7 +90,7 @@ def _gamma(total: int, block: int, columns: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Coordinates `k key`, `q query` in which `G + ridge D^2` is the identity; products of k and q stay.
+    """Coordinates `k key`, `q query` in which `G + ridge D^2` is the identity; they keep `<q, k>`.
 
     `rounding`: relative, of `|k key|` in float32.
     """

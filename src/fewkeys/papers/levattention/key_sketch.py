@@ -93,7 +93,7 @@ class KeySketch:
 
     @full_precision()
     def merge(self, other: KeySketch) -> None:
-        """Take in the sketch of the keys that follow, which does not change.
+        """Take in the sketch of the keys that follow; `other` does not change.
 
         `TypeError`, `ValueError` where `other` is no sketch of such keys with the same eps and power.
         """

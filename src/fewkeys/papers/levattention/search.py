@@ -57,11 +57,12 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64.
+    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. A scale
+    of the scores would cancel.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
-        key: (B, Hkv, Nk, D), Hq a multiple of Hkv; query head h reads key head `h // (Hq / Hkv)`.
+        key: (B, Hkv, Nk, D); query head h reads key head `h // (Hq / Hkv)`.
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
         lengths: (B,) real keys per sequence. All queries are answered.

@@ -129,7 +129,7 @@ def sketched_parts(
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
-    """The rows of S for `total` keys with `columns` features; `total`: G is exact."""
+    """The rows of S for `total` keys with `columns` features; `total` if the exact G is no larger."""
     if sketch.normalizers is None:
         return total
     projection = PROJECTIONS[sketch.projection]

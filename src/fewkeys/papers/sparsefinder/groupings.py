@@ -94,7 +94,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @property
     def rule(self) -> str:
-        """Without the space."""
+        """The class and its options, without the space."""
         options = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not f.kw_only]
         return f"{type(self).__name__}({', '.join(options)})"
 

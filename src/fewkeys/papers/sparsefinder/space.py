@@ -49,7 +49,7 @@ class Fitted(Learned, listed=False):
         return next(iter(self.tensors.values()))
 
     def check(self, heads: int, rank: int, like: str = "") -> None:
-        """Raise `ValueError` for other heads, unless one is for all, or dimensions."""
+        """Raise `ValueError` for other dimensions or heads; values of one head serve all."""
         if self._first.shape[0] not in (1, heads) or self.rank != rank:
             raise ValueError(
                 f"fitted: expected values of {heads} query heads in {rank} dimensions{like}, got {self}; use them in "
@@ -89,9 +89,9 @@ class Edges(Fitted):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Joined(Fitted):
-    """Centroids `query` and `key` (Hq, C, r) of clusters of queries and of keys, and which are joined.
+    """Centroids `query` and `key` (Hq, C, r) of clusters of queries and of keys, and which of them are joined.
 
-    `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to cluster b of the keys.
+    `pairs` bool (Hq, C, C): cluster a of the queries is joined to cluster b of the keys.
     """
 
     query: Tensor

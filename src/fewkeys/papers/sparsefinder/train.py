@@ -30,7 +30,7 @@ PAIRS = 2**24
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `Sparsefinder.fit`."""
+    """The arguments of `Sparsefinder.fit` of the same names."""
 
     rank: int = 4
     alpha: float = 1.5
@@ -69,7 +69,7 @@ def learn(
 
     Adam on the mean loss of all queries and heads. With `held_out` sequences the maps are those of the epoch with the
     least loss there, and `patience` epochs without a smaller one end it. `done` is called with the number of sequences
-    of every batch. `folder`: for the file of the layer.
+    of every batch.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
@@ -104,7 +104,7 @@ def learn(
 
 
 def generator(*facts: object) -> torch.Generator:
-    """Seeded by a hash of these facts."""
+    """A generator seeded by these facts."""
     number = hashlib.sha256("/".join(map(str, facts)).encode()).digest()[:8]
     return torch.Generator("cpu").manual_seed(int.from_bytes(number, "little"))
 

@@ -115,8 +115,8 @@ def eliminate(rows: Mixtures, r: int) -> Fit:
 def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
     """Swap one value for another while that helps. Memory O(R r N).
 
-    A round estimates every pair (value out, value in): the others re-balance as if any sign were allowed, then comes
-    the best step towards the new one. The `tries` most promising pairs are re-fitted.
+    A round estimates every pair (value out, value in): the others re-balance as if any sign were allowed, then the best
+    step is taken towards the new one. The `tries` most promising pairs are re-fitted.
     """
     count, slots = rows.points.shape[0], fit.indices.shape[1]
     if count <= slots:
@@ -178,8 +178,8 @@ def search(rows: Mixtures, r: int) -> Fit:
     """The best of all solvers for every size up to r.
 
     Candidates of size k: the solution of size k - 1 with one more slot, so that the error never increases with r; the
-    elimination; and the k largest weights. `exchange` improves the best, or all if a bad local optimum would cost more:
-    with few keys.
+    elimination; the k largest weights. `exchange` improves the best, and with few keys, where a bad local optimum costs
+    more, all of them.
     """
     fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
