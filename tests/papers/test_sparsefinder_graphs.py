@@ -10,6 +10,8 @@ from hypothesis import given, strategies as st
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
 from executors import rotated
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import Joined
@@ -399,3 +401,15 @@ def test_scores_of_graphs_ignore_padding(causal):
     gold = actual["gold"].means()
     assert (gold["recall"], gold["exact"]) == (1, 1)
     assert math.isnan(gold["computation"])
+
+
+def test_padding_in_a_cached_past_changes_no_score():
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 2, 4, 8, generator=g), torch.randn(1, 2, 10, 8, generator=g)
+    real, scores = torch.arange(10)[None] >= 3, []
+    for keys, mask in ((key, real), (key[:, :, 3:], None)):
+        writer = CaptureWriter(None, "cached")
+        writer.write(AttentionInputs(query, keys, keys, 1.0, True, mask))
+        writer.end_batch()
+        scores.append(score_graphs(writer.finish(), 0, {"window": fk.Window(2)})["window"].means())
+    assert scores[0] == pytest.approx(scores[1], nan_ok=True)

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from executors import in_turns
 from fewkeys.memory import Stream
-from fewkeys.papers import sparsefinder, value_aware
+from fewkeys.papers import levattention, sparsefinder, value_aware
 
 ALL = {**PLANS, **RUNNING_PLANS}
 
@@ -103,11 +104,23 @@ def learned(capture):
     return list(sparsefinder.Sparsefinder.fit(capture, epochs=1, sample=32).tensors.values())
 
 
+def predicted(capture):
+    finder = sparsefinder.Sparsefinder.raw(capture, sample=32)
+    finder = replace(finder, shape=replace(finder.shape, kind="causal"))  # so that buckets have learned edges
+    groupings = (sparsefinder.Buckets(3), sparsefinder.Clusters(3), sparsefinder.ClusterPairs(3, 1.0))
+    return [tensor for rule in groupings for tensor in finder.selector(0, rule).fitted.tensors.values()]
+
+
 WITHOUT_CAPTURE = {
     "stream": a_stream(fk.budget(32, is_causal=True)),
     "stream of fixed size": a_stream(fk.budget(32, is_causal=True, memory="constant")),
     "heads of two plans": heads_of_two_plans,
     "oracle": lambda: value_aware.value_aware((SHORT[0] @ SHORT[1].mT).softmax(-1)[0, :, :4], SHORT[2][0], 5),
+    "heavy entries": lambda: (
+        levattention.heavy_entries(
+            SHORT[0], SHORT[1], 0.05, sketch=levattention.Sketched(numerators=0.9, failure=0.9)
+        ).values
+    ),
     "recall": lambda: fk.metrics.recall(SHORT[0] > 0, SHORT[1] > 0),
     "lengths in a list": lambda: fk.attention(*SHORT, plan=fk.budget(24).never_exact(), lengths=[70, 9]),
     "spot check": lambda: str(fk.spot_check(*SHORT, plan=fk.budget(24))),
@@ -116,6 +129,7 @@ WITH_CAPTURE = {
     "compare": a_table,
     "tune": lambda capture: str(fk.tune(capture, slots=24).layers),
     "fit": learned,
+    "selectors": predicted,
 }
 
 

@@ -12,7 +12,6 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.groupings import nearest_members
 from fewkeys.papers.sparsefinder.groups import Groups, member_ids
 from fewkeys.papers.sparsefinder.space import Centroids, Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
@@ -112,3 +111,14 @@ def spherical_means(
         mean = total[:, :, :count]
         centroids = torch.where((mean != 0).any(-1, keepdim=True), normalize(mean, dim=-1), centroids)
     return centroids
+
+
+def nearest_members(near: Tensor, real: Tensor | None, count: int | Tensor) -> Tensor:
+    """Whether a row is among the `count` (or (B,)) rows of largest `near` (B, H, N, C) of a group; `real` (B, N)."""
+    if real is not None:
+        near = near.masked_fill(~real[:, None, :, None], -torch.inf)
+    capacity = torch.as_tensor(count, device=near.device).view(-1, 1, 1, 1)
+    top = near.topk(min(near.shape[2], int(capacity.max())), 2)
+    place = torch.arange(top.indices.shape[2], device=near.device)[:, None]
+    taken = (top.values > -torch.inf) & (place < capacity)
+    return torch.zeros_like(near, dtype=torch.bool).scatter_(2, top.indices, taken)

@@ -1,4 +1,4 @@
-"""Three published lines of work, built on the public parts. Only commands import them.
+"""Three papers, built on the public parts. Only commands import them.
 
 levattention   universal sets, streams of keys, every large entry of an attention matrix
 sparsefinder   predicting the graph of sparse attention; baseline patterns; groups of tokens

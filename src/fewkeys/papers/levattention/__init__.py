@@ -1,7 +1,6 @@
 """LevAttention (arXiv 2410.05462): sets of keys that have every large entry of attention, for all queries.
 
-Universal sets, also of a stream of keys in one pass, and all entries `A_ij >= eps` of attention with weights `|s|^p`
-without the n x n matrix. The selector by leverage scores is `fewkeys.select.Leverage`.
+The selector by leverage scores is `fewkeys.select.Leverage`.
 """
 
 from fewkeys.core.rooms import public_names

@@ -4,18 +4,17 @@
 
 **Normalisers.** With `g_a = sqrt(G_aa)`, `sum_l |phi_a(k_l) phi_b(k_l)| <= g_a g_b`. So rounding changes Z_i by at most
 `gamma ratio_i Z_i`, where `gamma / u` counts the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query
-is *trusted* if `gamma ratio_i <= TRUST`. The others, with hardly any keys near, are answered from their scores.
+is *trusted* if `gamma ratio_i <= TRUST`. The others have hardly any keys near and are answered from their scores.
 
-**Candidates, p = 2.** Only trusted queries need them. Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a
-trusted query `q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
+**Candidates, p = 2.** Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a trusted query
+`q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
 
     A_ij = <q, k_j>^2 / Z <= (1 + SLACK) k_j^T (G + ridge D^2)^-1 k_j.
 
 In units of g the matrix has trace `D (1 + ridge)` and eigenvalues of at least the ridge: Cholesky's factor exists in
-float64 for every G. The bound `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`, is evaluated in float32 where that is safe.
-The rounding of `W^T k` is at most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most `sqrt(D (1 + ridge))` times
-`|W^T k|`; where the product exceeds `SLACK / 2` float64 is used. Together these errors stay below 10 %, and keys are
-candidates from `MARGIN eps` on.
+float64 for every G. The bound is `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`. In float32 the rounding of `W^T k` is at
+most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most `sqrt(D (1 + ridge)) |W^T k|`; where the product exceeds
+`SLACK / 2` float64 is used. Together these errors stay below 10 %, and keys are candidates from `MARGIN eps` on.
 """
 
 from dataclasses import dataclass
@@ -29,16 +28,16 @@ from fewkeys.sketch.lewis import lewis_weights
 from fewkeys.sketch.tensor_power import tensor_features, width
 
 BLOCK_FEATURES = 1 << 22
-"""Features in one block."""
+"""Features in memory at once."""
 TRUST, SLACK, MARGIN = 1e-8, 0.04, 0.9
 """1 - MARGIN covers SLACK and twice the rounding of the roots of the scores."""
 
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """The normalisers `phi(q)^T G phi(q)`, or if `factored` `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
+    """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
 
-    `matrix`: G or F. `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, not of a sketch.
+    `matrix`: G or F. `size` (m,): g. `exact`: G is that of the keys, not of a sketch.
     """
 
     matrix: Tensor
@@ -46,7 +45,10 @@ class Normaliser:
     gamma: float
     degree: int
     exact: bool = True
-    factored: bool = False
+
+    @property
+    def factored(self) -> bool:
+        return len(self.matrix) < len(self.size)
 
     def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Normalisers and ratios (M,) of queries (M, D); both may be 0, and nan stands for 0 / 0."""
@@ -59,7 +61,7 @@ class Normaliser:
 
 
 def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
-    """G itself. Cost O(n m^2), memory O(m^2) and a block."""
+    """Cost O(n m^2), memory O(m^2) and a block."""
     columns = width(keys.dim, degree)
     block = feature_block(columns)
     total = keys.key.new_zeros((columns, columns), dtype=torch.float64)
@@ -69,17 +71,16 @@ def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
 
 
 def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
-    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys."""
+    """From a sketch F (R, m) of the features of `total` keys."""
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
-    if degree > 1 and sketch.shape[0] < columns:
-        return Normaliser(sketch, size, gamma, degree, exact=False, factored=True)
-    matrix = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
-    return Normaliser(matrix, size, gamma, degree, exact=False)
+    if degree == 1 or sketch.shape[0] >= columns:
+        sketch = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
+    return Normaliser(sketch, size, gamma, degree, exact=False)
 
 
 def feature_block(columns: int) -> int:
-    """How many keys' features are in memory at once."""
+    """The keys of a block."""
     return min(BLOCK, max(1, BLOCK_FEATURES // columns))
 
 
@@ -89,9 +90,9 @@ def _gamma(total: int, block: int, columns: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Basis:
-    """Coordinates in which `G + ridge D^2` is the identity: `key = k W`, `query = q W^-T`, `key . query = <k, q>`.
+    """Coordinates `k key`, `q query` in which `G + ridge D^2` is the identity; they keep `<q, k>`.
 
-    `rounding`: relative, of `|k W|` in float32.
+    `rounding`: relative, of `|k key|` in float32.
     """
 
     key: Tensor
@@ -100,7 +101,7 @@ class Basis:
 
 
 def basis(form: Normaliser) -> Basis:
-    """W for a normaliser of degree 1."""
+    """For a normaliser of degree 1."""
     size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
     ridge = SLACK * form.gamma / TRUST
     factor = torch.linalg.cholesky(form.matrix / size / size.mT + torch.diag(ridge + (form.size == 0).double()))
@@ -112,8 +113,8 @@ def basis(form: Normaliser) -> Basis:
 def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
     """The indices of keys that have every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
 
-    For p > 2 by Lewis weights, which miss only what directions below 1e-7 of the strongest add to a score: negligible
-    for trusted queries.
+    Lewis weights, for p > 2, miss only what directions below 1e-7 of the strongest add to a score: negligible for
+    trusted queries.
     """
     if power == 2:
         change = basis(form)

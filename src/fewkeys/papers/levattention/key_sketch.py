@@ -1,9 +1,9 @@
 """The universal set of a stream of keys, in constant memory.
 
 The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
-candidates. A key's leverage score against the keys seen can only fall as keys arrive: the denominator of
-`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So keys with scores below eps are dropped, and one pass gives the same
-set as two. The candidates of two sketches include those of their union: sketches merge.
+candidates. A key's leverage score against the keys seen, `sup_y <k, y>^2 / sum_l <k_l, y>^2`, can only fall: its
+denominator gains terms. So keys with scores below eps are dropped, and one pass gives the same set as two. The
+candidates of two sketches include those of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fewkeys.sketch.leverage import checked
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 ROUNDING = 1e-6
-"""A key is dropped only if its score is below eps by this relative margin and the error of the score."""
+"""The relative margin below eps, besides the error of the score, from which a key is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
 class UniversalKeys:
     """The universal set of a stream of `shape` (B, H, N): `indices` (3, M), int64, as (batch, head, position), sorted;
-    `keys` (M, D), in working precision; `scores` (M,), float64.
+    `keys` (M, D), float64 or float32; `scores` (M,), float64.
     """
 
     indices: Tensor
@@ -36,7 +36,7 @@ class UniversalKeys:
     shape: tuple[int, int, int]
 
     def to_mask(self) -> Tensor:
-        """A bool mask (B, H, N), True at the keys of the set. O(N) memory."""
+        """A bool mask (B, H, N), True at the keys of the set."""
         mask = torch.zeros(self.shape, dtype=torch.bool, device=self.indices.device)
         mask[tuple(self.indices)] = True
         return mask
@@ -52,9 +52,9 @@ class KeySketch:
         eps: the smallest entry that must not be missed, in (0, 1).
         power: an even power; m is the number of monomials of degree power / 2 (D for 2).
 
-    Memory per head: m^2 float64 numbers and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and
-    O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come. Directions in which the keys
-    are below about 1e-7 of the strongest count as absent.
+    Memory per head: m^2 float64 numbers and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and O(m^3 / eps)
+    each time that as many keys as are kept, at least 4096, have come. Directions in which the keys are below about 1e-7
+    of the strongest count as absent.
 
     Raises:
         TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
@@ -75,7 +75,7 @@ class KeySketch:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors in the sketch."""
+        """The bytes of the sketch."""
         return self._keys.nbytes + self._positions.nbytes + self._gram.nbytes
 
     @full_precision()
@@ -93,9 +93,9 @@ class KeySketch:
 
     @full_precision()
     def merge(self, other: KeySketch) -> None:
-        """Take in the sketch of the keys that follow, which is unchanged: their positions continue this sketch's.
+        """Take in the sketch of the keys that follow; `other` does not change.
 
-        Raises `TypeError`, `ValueError` where `other` is not a sketch of such keys with the same eps and power.
+        `TypeError`, `ValueError` where `other` is no sketch of such keys with the same eps and power.
         """
         if not isinstance(other, KeySketch):
             raise TypeError(f"other: expected a KeySketch, got {type(other).__name__}")
@@ -115,7 +115,7 @@ class KeySketch:
     def scores(self, keys: Tensor) -> Tensor:
         """Leverage scores (B, H, N), float64, of keys that were seen (B, H, N, D) against all keys seen.
 
-        For larger powers those of the tensor powers, which bound the sensitivities. Their relative error is a few
+        For larger powers those of the tensor powers, which bound the sensitivities. Relative error: a few
         `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their features) with columns of unit norm.
         Raises as `update`, and before the first `update`.
         """
@@ -129,7 +129,7 @@ class KeySketch:
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
         """The keys seen with a score of at least `eps`, at most `m / eps` per head: they have every entry >= eps.
 
-        eps: default: the sketch's. Raises `ValueError` for a smaller one, and before any key was seen.
+        eps: by default the sketch's. `ValueError` for a smaller one, and before any key was seen.
         """
         eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
         if eps < self.eps:
@@ -142,7 +142,7 @@ class KeySketch:
         return UniversalKeys(indices, self._keys[at], scores[at], (*self._keys.shape[:2], self.count))
 
     def _open(self, rows: Tensor) -> None:
-        """Check that rows (B, H, N, D) continue the stream; before the first ones, make the empty state."""
+        """Check that rows (B, H, N, D) continue the stream; before the first, make the empty state."""
         if not self.count:
             size = width(rows.shape[-1], self._degree)
             if size > MAX_WIDTH:
@@ -167,7 +167,7 @@ class KeySketch:
         if self._keys.shape[2] < self._limit:
             return
         kept = (self._score(self._keys)[1] >= self.eps) & (self._positions >= 0)
-        # Unused places of heads with fewer candidates have the position -1 and zero keys.
+        # Heads with fewer candidates have places of position -1 with keys of zeros.
         order = marked_places(kept)
         kept = kept.gather(-1, order)
         self._positions = self._positions.gather(-1, order).masked_fill(~kept, -1)
@@ -176,7 +176,7 @@ class KeySketch:
         self._limit = max(2 * BLOCK, 2 * self._keys.shape[2] + BLOCK)
 
     def _score(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up: `m u` in G, magnified by the inverse."""
+        """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up by the error `m u` of G times the inverse."""
         root = root64(self._gram, rows.dtype)
         parts = (tensor_features(part.double(), self._degree) for part in rows.split(BLOCK, 2))
         scores = torch.cat([score_rows(part, root) for part in parts], -1)

@@ -1,4 +1,4 @@
-"""The keys of one head for the search, in blocks in float64, scaled to sizes near one."""
+"""The keys of one head, in blocks in float64, scaled to sizes near one."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from fewkeys.sketch.gram import power_of_two
 
 BLOCK = 1024
-"""Keys converted at once: a block and its products fit in a core's cache."""
+"""Keys converted at once, which fit a core's cache with their products."""
 MODERATE = 60
 """Columns whose largest numbers to the power p are within 2^+-60 are not scaled."""
 
 
 class ScaledKeys:
-    """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
+    """Keys (N, D) of any floating dtype, divided by powers of two, without rounding, if columns are of extreme sizes.
 
-    The division is exact. `largest` (D,), float64: the largest number of each column after it.
+    `largest` (D,), float64: the largest number of each column then.
     """
 
     def __init__(self, key: Tensor, power: float) -> None:
@@ -34,17 +34,15 @@ class ScaledKeys:
         return self.key.shape[1]
 
     def blocks(self, size: int, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
-        """The keys, `size` at a time."""
         for part in self.key.split(size):
             yield self._scaled(part, dtype)
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        """The keys at `index`, in float64."""
         return self._scaled(self.key[index], torch.float64)
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones: times
-        the powers that divide the keys, and each times one more, which cancels in attention.
+        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the keys. A power of two
+        for each query cancels in attention.
         """
         query = _unit(query.double())
         return query if self.scale is None else _unit(query * self.scale)

@@ -1,21 +1,21 @@
 """Random projections: few random combinations of many rows that keep the length of vectors.
 
-`S` (m, n) is drawn without looking at the data, and `|S x|^2` is `|x|^2` up to a relative error e in (0, 1), with
-probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` form one
-of dimension rank(K) <= D, so `S K` (m, D) answers for every y, also for one chosen after looking at S. Proved bounds
-give the number of rows m that suffices:
+`S` (m, n) is drawn without looking at the data. With probability 1 - delta, `|S x|^2` is `|x|^2` up to a relative error
+e in (0, 1): for some given vectors x, or for all x of a subspace of R^n at once. The vectors `K y` form one of
+dimension rank(K) <= D, so `S K` (m, D) answers for every y, also for one chosen after looking at S. The rows m that
+suffice:
 
-- **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom: by
-  Chernoff's bound it leaves (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)`. On a subspace of
-  dimension r the singular values of S lie in `1 +- (sqrt(r / m) + t)` with probability `1 - 2 exp(-m t^2 / 2)`
-  (Davidson and Szarek 2001, theorem II.13).
+- **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom: it leaves
+  (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)` (Chernoff). On a subspace of dimension r the
+  singular values of S lie in `1 +- (sqrt(r / m) + t)` with probability `1 - 2 exp(-m t^2 / 2)` (Davidson and Szarek
+  2001, theorem II.13).
 - **Hadamard**, the fast JL transform: random signs, a Walsh-Hadamard transform over the next power of two N, m of its
   rows without replacement. A row of `H D U`, U orthonormal (n, r), has a squared length of at most M / N for
   `M = (sqrt(r) + sqrt(8 log(N / delta)))^2`, for one given vector `2 log(2 N / delta)` (Hoeffding), and then the
   matrix Chernoff bound gives `2 r exp(-m ((1 + e) log(1 + e) - e) / M)` (Tropp, arXiv 1011.1595, lemmas 3.3, 3.4).
 - **CountSketch**, the sparse embedding (Clarkson and Woodruff, arXiv 1207.6365): every row joins one random bucket of
-  m, with a random sign. `E (|S x|^2 - 1)^2 <= 2 / m` for a unit x, and `E |U^T S^T S U - I|_F^2 <= (r^2 + r) / m`, by
-  writing out which pairs of rows share a bucket; Chebyshev's inequality does the rest.
+  m, with a random sign. The pairs of rows that share a bucket give `E (|S x|^2 - 1)^2 <= 2 / m` for a unit x and
+  `E |U^T S^T S U - I|_F^2 <= (r^2 + r) / m`; Chebyshev's inequality does the rest.
 
 Cost of `S K`: `n m D`, `n D log n` and `n D`.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 RADIX = 64
-"""Order of the Hadamard matrices in one product; larger transforms take several products."""
+"""The largest order of the Hadamard matrix in one product."""
 
 
 class Projection(ABC):
@@ -43,7 +43,7 @@ class Projection(ABC):
 
     @abstractmethod
     def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
-        """The m that does so for all vectors of a given subspace of dimension `rank` at once."""
+        """The same for all vectors of a given subspace of dimension `rank` at once."""
 
     @abstractmethod
     def apply(self, blocks: Iterator[Tensor], rows: int, generator: torch.Generator) -> Tensor:
@@ -51,7 +51,7 @@ class Projection(ABC):
 
 
 class Gaussian(Projection):
-    """Independent normal entries: the fewest rows, and a dense product."""
+    """The fewest rows, and a dense product."""
 
     def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
         return math.ceil(2 * math.log(2 * count / failure) / (error - math.log1p(error)))
@@ -66,7 +66,7 @@ class Gaussian(Projection):
 
 
 class Hadamard(Projection):
-    """Random signs, a Walsh-Hadamard transform, a sample of its rows; holds all of K, padded to a power of two."""
+    """Holds all of K, padded to a power of two."""
 
     def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
         flat = 2 * math.log(4 * _power(total) * count / failure)
@@ -88,7 +88,7 @@ class Hadamard(Projection):
 
 
 class CountSketch(Projection):
-    """One non-zero per column: every key is added to, or taken from, one of m sums."""
+    """Every key is added to, or subtracted from, one of m sums."""
 
     def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
         return math.ceil(2 * count / (failure * error**2))
@@ -122,15 +122,15 @@ def hadamard(matrix: Tensor) -> Tensor:
 
 
 def normal(shape: tuple[int, ...], template: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers from the generator, in the dtype and on the device of `template`."""
+    """Standard normal numbers, in the dtype and on the device of `template`."""
     return torch.randn(shape, generator=generator, device=generator.device, dtype=template.dtype).to(template.device)
 
 
 def signs(count: int, template: Tensor, generator: torch.Generator) -> Tensor:
-    """Random signs from the generator, in the dtype and on the device of `template`."""
+    """Random signs, in the dtype and on the device of `template`."""
     return torch.randint(2, (count,), generator=generator, device=generator.device).to(template) * 2 - 1
 
 
 def _power(total: int) -> int:
     """The next power of two."""
-    return 1 << max(0, total - 1).bit_length()
+    return 1 << (total - 1).bit_length()

@@ -1,9 +1,8 @@
-"""`heavy_entries`: the choice of an algorithm for each query, and the entries in one sorted list.
+"""`heavy_entries`: `A_ij = |<q_i, k_j>|^p / Z_i >= eps` with `Z_i = sum_l |<q_i, k_l>|^p`.
 
-`A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. For even p normalisers come from a small matrix
-(gram.py), and only keys whose sensitivity bound reaches eps are compared. Where rounding may have changed a normaliser
-by more than `TRUST`, or by enough to decide whether an entry reaches eps, the query is answered directly, from its
-scores with all keys in float64.
+For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps are
+compared. Where rounding may have changed a normaliser by more than `TRUST`, or by enough to decide whether an entry
+reaches eps, the query is answered directly, from its scores with all keys in float64.
 """
 
 from collections.abc import Iterator
@@ -23,14 +22,13 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
 Entries = tuple[Tensor, Tensor, Tensor]
 """Rows, columns and values of some entries of one head."""
 SCORES = 1 << 19
-"""Scores in memory at once: few enough for a core's cache."""
+"""Scores in memory at once, which fit a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeavyEntries:
-    """The entries >= eps of attention: `indices` (4, M), int64, as (batch, query head, query, key); `values` (M,).
-
-    Sorted by batch, head, query, key, each once. `shape` is (B, Hq, Nq, Nk).
+    """The entries >= eps of attention: `indices` (4, M), int64, as (batch, query head, query, key), sorted, each once;
+    `values` (M,). `shape` is (B, Hq, Nq, Nk).
     """
 
     indices: Tensor
@@ -59,15 +57,15 @@ def heavy_entries(
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
-    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. Scores
-    have no scale, which would cancel.
+    At most `1 / eps` per query; none where all scores are zero up to the rounding of a dot product in float64. A scale
+    of the scores would cancel.
 
     Args:
         query: (B, Hq, Nq, D), any floating dtype.
-        key: (B, Hkv, Nk, D), Hq a multiple of Hkv; query head h reads key head `h // (Hq / Hkv)`.
+        key: (B, Hkv, Nk, D); query head h reads key head `h // (Hq / Hkv)`.
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
-        lengths: (B,) real keys per sequence; the others are left out. All queries are answered.
+        lengths: (B,) real keys per sequence. All queries are answered.
         sketch: parts to estimate, within the errors that `Sketched` states. None: exact.
         generator: the source of a sketch's randomness; default: seed 0 at every call.
 
@@ -76,12 +74,11 @@ def heavy_entries(
 
         Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
         `|U| <= d^(p/2) / (0.9 eps)` candidates; O(n d) for each query that is answered directly. Other p, and too few
-        queries for a Gram matrix: `O(n n_q d)`, every score. Memory: blocks of fixed size and the answer; for p > 2
-        also O(n d) for one head in float64.
+        queries for a Gram matrix: `O(n n_q d)`. Memory: blocks of fixed size and the answer; for p > 2 also O(n d) for
+        one head in float64.
 
     Raises:
-        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
-            fit `power`.
+        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, `sketch` unfit for it.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the authors' discussion; the control of rounding is ours.
     """
@@ -115,7 +112,7 @@ def heavy_entries(
 
 
 def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
-    """The exact parts for one head; None where they would cost more than all scores."""
+    """None where they would cost more than all scores."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
     if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:
@@ -125,8 +122,8 @@ def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Pa
 
 
 def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`; of the others, and where
-    nothing is estimated of those with a tie, directly.
+    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly, and
+    where nothing is estimated also of those with a tie.
     """
     if parts is None:
         yield from directly(query, keys, eps, power)
@@ -137,7 +134,7 @@ def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: P
     direct = (query != 0).any(-1)
     for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
         norm, ratio = form(part)
-        # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
+        # The second term is the rounding of the score, `D u sum_a |q_a k_ja|`, next to an entry of eps.
         doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
         trusted = (norm > 0) & (doubt <= TRUST)
         query_rows = part if numerators is None else part @ numerators.query
@@ -158,18 +155,19 @@ def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: P
 
 
 def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64: every score twice, once for the normaliser and once to compare."""
+    """The entries of queries (M, D), float64, from every score twice: for the normaliser, then to compare."""
     start = 0
     for part in query.split(SCORES // BLOCK):
         top = total = part.new_zeros(len(part))
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
-            # Scores are divided by a power of two near the largest so far, so that high powers do not underflow.
-            higher = torch.maximum(top, power_of_two(scores.amax(-1)) * (scores.amax(-1) > 0))
-            total = total * torch.where(top > 0, top / higher, 0.0).nan_to_num() ** power
+            # Scores are divided by a power of two near the largest so far: high powers must not underflow.
+            largest = scores.amax(-1)
+            higher = torch.maximum(top, power_of_two(largest) * (largest > 0))
+            total = total * (top / higher).nan_to_num() ** power
             top = higher
             total = total + raised(scores / torch.where(top > 0, top, 1.0).unsqueeze(-1), power).sum(-1)
-        # A score below the rounding of its own dot product is zero: the query is orthogonal to all keys.
+        # Scores below the rounding of their dot product are zero: the query is orthogonal to all keys.
         real = top > part.shape[-1] * torch.finfo(torch.float64).eps * (part.abs() @ keys.largest)
         total, top = torch.where(real, total, torch.inf), torch.where(real, top, 1.0)
         for number, block in enumerate(keys.blocks(BLOCK)):
@@ -180,7 +178,7 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
 
 
 def raised(scores: Tensor, power: float) -> Tensor:
-    """`|s|^p`, in place. Squares are far cheaper than powers, and more accurate."""
+    """`|s|^p`, in place. Squares are cheaper than powers, and more accurate."""
     if power % 2:
         return scores.abs_().pow_(power)
     return scores.square_() if power == 2 else scores.square_().pow_(power / 2)

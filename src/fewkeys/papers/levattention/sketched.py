@@ -1,6 +1,6 @@
-"""`heavy_entries` from random sketches: the estimates, their errors and failure probabilities.
+"""`heavy_entries` from random sketches: estimates, errors, failure probabilities.
 
-Let `Z_i = |K q_i|^2`, the exact normalisers of power 2, and `F = S K` for a projection S (projections.py).
+Let `Z_i = |K q_i|^2`, the normalisers of power 2, and `F = S K` for a projection S (projections.py).
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys with such scores >= eps have
@@ -13,10 +13,10 @@ Let `Z_i = |K q_i|^2`, the exact normalisers of power 2, and `F = S K` for a pro
   h = 0, discards the others.
 - *Numerators.* `<q_i, k_j> = <R q_i, R^-T k_j>` is estimated from CountSketches of the two rows, m sums each. The
   estimate is unbiased with variance at most `2 |R q_i|^2 |R^-T k_j|^2 / m`, so by Chebyshev's inequality it errs by
-  more than `a |R q_i| |R^-T k_j|` with a probability of at most `2 / (m a^2)`. Divided by `|R q_i| = sqrt(Z~_i)`:
-  the root of an entry is off by at most a times the root of the key's score.
+  more than `a |R q_i| |R^-T k_j|` with probability at most `2 / (m a^2)`. Divided by `|R q_i| = sqrt(Z~_i)`: the root
+  of an entry is off by at most a times the root of the key's score.
 
-Queries that are not trusted (gram.py) are answered from all scores, so that the statements hold for all queries.
+Queries that are not trusted (gram.py) are answered from all scores: the statements hold for all queries.
 """
 
 import math
@@ -45,7 +45,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 
 @dataclass(frozen=True)
 class Sketched:
-    """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
+    """The estimated parts of `heavy_entries`, each with its error; None: exact.
 
     Returned are the entries of candidates with an estimate A~ of at least eps.
 
@@ -57,15 +57,14 @@ class Sketched:
             probability `1 - failure` no entry >= eps is missing, also for queries chosen to break the sketch. Alone it
             changes no value.
         numerators: a in (0, 1), power 2: for each pair of a query and a candidate, with probability `1 - failure`,
-            `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, where t <= 1 is the leverage
-            score of the key (beside `normalizers`: its estimate).
-        failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
-        projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
+            `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, t <= 1 the leverage score of the
+            key (beside `normalizers`: its estimate).
+        failure: delta in (0, 1), of normalisers and scores for the whole call, of numerators per pair.
+        projection: S for normalisers and scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    A sketch that would be no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place
-    of `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
-    and candidate. Raises `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to
-    estimate.
+    A sketch no smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`,
+    n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query and
+    candidate. `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to estimate.
 
     Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; the module derives statements and constants.
     """
@@ -99,7 +98,7 @@ class Sketched:
 
 
 class Numerators(NamedTuple):
-    """Scores of all queries and candidates: `(q @ query) . key[j]`."""
+    """Estimated scores of queries q and candidates j: `(q @ query) . key[j]`."""
 
     query: Tensor
     key: Tensor
@@ -126,13 +125,11 @@ def sketched_parts(
         chosen = candidates(keys, form, eps, power)
     else:
         chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
-    if sketch.numerators is None:
-        return form, chosen, None
-    return form, chosen, _numerators(keys, form, chosen, sketch.numerators, sketch.failure, generator)
+    return form, chosen, _numerators(sketch, keys, form, chosen, generator)
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
-    """The rows of S for `total` keys with `columns` features; `total` if the exact Gram matrix is no larger."""
+    """The rows of S for `total` keys with `columns` features; `total` if the exact G is no larger."""
     if sketch.normalizers is None:
         return total
     projection = PROJECTIONS[sketch.projection]
@@ -148,7 +145,7 @@ def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta:
 def _candidates(
     keys: ScaledKeys, form: Normaliser, eps: float, error: float, delta: float, generator: torch.Generator
 ) -> Tensor:
-    """The candidates of the module's header; f is half the error if the normaliser is sketched."""
+    """As in the header; f is half the error if the normaliser is sketched."""
     change = basis(form)
     stretch, failure = (1.0, delta) if form.exact else (1 + error / 2, delta / 2)
     low, least = (1 - error) * stretch, MARGIN * eps / stretch  # low: 1 - h
@@ -156,20 +153,22 @@ def _candidates(
     if columns >= keys.dim:
         return at_least(keys, change.key, change.rounding, least)
     mix = normal((keys.dim, columns), change.key, generator) / math.sqrt(columns)
-    # The norm of the mix may magnify rounding, which is compared with estimates that may be low.
+    # The mix may magnify rounding, and estimates may be low.
     rounding = change.rounding * float(torch.linalg.matrix_norm(mix, 2)) / math.sqrt(low)
     chosen = at_least(keys, change.key @ mix, rounding, low * least)
     return chosen[(keys.rows(chosen) @ change.key).square().sum(-1) >= least]
 
 
 def _numerators(
-    keys: ScaledKeys, form: Normaliser, chosen: Tensor, error: float, failure: float, generator: torch.Generator
+    sketch: Sketched, keys: ScaledKeys, form: Normaliser, chosen: Tensor, generator: torch.Generator
 ) -> Numerators | None:
-    """Both factors of all scores after one CountSketch of the coordinates; None if it would have D sums or more."""
-    columns = math.ceil(2.2 / (failure * error**2))  # 2.2: the ridge adds up to 4 %
+    """After one CountSketch of the coordinates; None if it would have D sums or more."""
+    if sketch.numerators is None:
+        return None
+    columns = math.ceil(2.2 / (sketch.failure * sketch.numerators**2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None
     change = basis(form)
-    eye = torch.eye(keys.dim).to(change.key)
+    eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
     spread = CountSketch().apply(iter([eye]), columns, generator).mT
     return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

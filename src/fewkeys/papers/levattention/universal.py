@@ -1,4 +1,4 @@
-"""Universal sets: the keys that have every large entry of attention, for all queries, by `fewkeys.sketch.leverage`.
+"""Universal sets: the keys that have every large entry of attention, for all queries.
 
 **Bounded growth.** The union of `floor(1 / eps)` universal sets for `|s|^p`, each of the keys that the earlier ones
 left, has every entry >= eps under every f of bounded growth. Proof: let `f(s_j) >= eps sum_l f(s_l)` and

@@ -1,4 +1,4 @@
-"""Scores of selectors against the gold graph of entmax heads, on captured sequences, beside controls."""
+"""Scores of selectors against the gold graph of entmax heads, beside controls."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,8 +68,8 @@ def judge(
 ) -> list[dict[str, Any]]:
     """A row for every grouping in the space of every finder, united with `keep`; calls `done(steps, of)`.
 
-    Rows have the `name` and `space`, the means of `GraphScores` over layers, heads and sequences, None in place of NaN,
-    and the recall of a `window` and of `random` edges that keep as many keys per query.
+    Rows have `name` and `space`, the means of `GraphScores` over layers, heads and sequences, None in place of NaN, and
+    the recall of a `window` and of `random` edges that keep as many keys per query.
     """
     alpha, steps = next(iter(finders.values())).settings.alpha, count(1)
 
@@ -100,14 +100,18 @@ def judge(
 
 
 def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
-    """Every sequence of a call alone, its real tokens only."""
+    """Every sequence of a call alone, without padding."""
     for row in range(len(call.query)):
         sequence = call.rows(slice(row, row + 1))
         masks = sequence.real_queries, sequence.key_mask
         queries, keys = (slice(None) if mask is None else mask[0] for mask in masks)
         query, key, value = sequence.query[:, :, queries], sequence.key[:, :, keys], sequence.value[:, :, keys]
+        past = sequence.query_offset
+        if sequence.key_mask is not None:
+            past = int(sequence.key_mask[0, :past].sum())
+        alone = replace(sequence, query=query, key=key, value=value, query_offset=past, gradient=None)
         if query.shape[2] and key.shape[2]:
-            yield replace(sequence, query=query, key=key, value=value, key_mask=None, query_mask=None, gradient=None)
+            yield replace(alone, key_mask=None, query_mask=None)
 
 
 def _scores(x: Inputs, selector: Selector, gold: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 Keys are sorted by group once, and the queries of each chunk likewise: a group's queries times all its keys is one small
 matrix product. Back in the order of the queries, the products of one membership are a stretch of every row of scores.
-An edge counts once: a pair in the band or a list belongs there, another that shares several groups to the query's first
-one of them.
+An edge counts once: in the band or a list if it is there, else in the first group of the query that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -25,7 +24,7 @@ from fewkeys.execute.torch.sources import Chunk, Kept, in_blocks
 class Stretch:
     """One membership of the queries of a chunk: sorted by `order` into `groups` of `counts`, and back by `back`.
 
-    `hidden`: of each group the pairs (count, keys) that are no edges or count elsewhere, or None. `width`: most keys.
+    `hidden`: of each group the pairs (count, keys) that are no edges or count elsewhere. `width`: the most keys.
     """
 
     order: Tensor
@@ -85,7 +84,7 @@ class GroupedKeys(Kept):
         return self._sums(lines, members, chunk)
 
     def _sums(self, lines: Sequence[Sequence[Tensor]], by_group: Sequence[Tensor], chunk: Chunk) -> Tensor:
-        """The sums (H, M, X) of the rows (keys, X) of every query's groups, with weights (count, at least keys)."""
+        """The sums (H, M, X) of rows (keys, X) of every query's groups by weights (count, at least keys)."""
         totals = []
         for stretch, parts in zip(self._stretches(chunk), lines, strict=True):
             sums = [part[:, : self.sizes[g]] @ by_group[g] for part, g in zip(parts, stretch.groups, strict=True)]
@@ -93,7 +92,7 @@ class GroupedKeys(Kept):
         return torch.unflatten(reduce(torch.add, totals), 0, chunk.query.shape[:2])
 
     def _by_group(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What `rows` (Heads, N, X) holds for the keys of every group."""
+        """The rows (Heads, N, X) of the keys of every group."""
         parts: tuple[Tensor, ...] = working(rows.flatten(0, 1)[self.row]).split(self.sizes)
         return parts
 
@@ -101,15 +100,42 @@ class GroupedKeys(Kept):
         if self._latest is None or self._latest[0] is not chunk:
             groups = self.query_group[chunk.heads, :, chunk.start : chunk.start + chunk.blocks * chunk.size]
             groups = in_blocks(groups, chunk.size).flatten(0, 1)
-            hidden = _HiddenPairs(self, chunk, groups)
-            self._latest = chunk, [self._stretch(groups[:, m], m, hidden) for m in range(groups.shape[1])]
+            hidden, stretches = self._hidden(chunk, groups), []
+            for membership, group in enumerate(groups.unbind(1)):
+                order = group.argsort(stable=True)
+                ids, counts = (part.tolist() for part in group[order].unique_consecutive(return_counts=True))
+                masks = [hidden(rows, g, membership) for rows, g in zip(order.split(counts), ids, strict=True)]
+                width = max(1, *(self.sizes[g] for g in ids))
+                stretches.append(Stretch(order, order.argsort(), ids, counts, masks, width))
+            self._latest = chunk, stretches
         return self._latest[1]
 
-    def _stretch(self, group: Tensor, membership: int, hidden_pairs: _HiddenPairs) -> Stretch:
-        order = group.argsort(stable=True)
-        groups, counts = (part.tolist() for part in group[order].unique_consecutive(return_counts=True))
-        hidden = [hidden_pairs(rows, g, membership) for rows, g in zip(order.split(counts), groups, strict=True)]
-        return Stretch(order, order.argsort(), groups, counts, hidden, max(1, *(self.sizes[g] for g in groups)))
+    def _hidden(self, chunk: Chunk, groups: Tensor) -> Callable[[Tensor, int, int], Tensor | None]:
+        """Which pairs of a chunk's queries at `rows` and the keys of their `group` are no edges or count elsewhere."""
+        x, band, columns = self.graph.inputs, self.graph.band, self.graph.columns
+        positions, lists = chunk.positions().repeat(len(chunk.query)), None
+        if columns is not None:
+            index, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
+            lists = index.masked_fill(~used, x.keys).flatten(0, 1).sort(-1).values
+
+        def hidden(rows: Tensor, group: int, membership: int) -> Tensor | None:
+            owner = self.owner[group]
+            place, position = owner % x.keys, positions[rows].unsqueeze(-1)
+            masks = [place > position] if x.is_causal else []
+            if band is not None:
+                masks.append((place >= position - band[0]) & (place <= position + band[1]))
+            if lists is not None:
+                own = lists[rows // (len(groups) // len(lists))]
+                places = place.expand(len(rows), -1).contiguous()
+                at = torch.searchsorted(own, places).clamp_max(own.shape[1] - 1)
+                masks.append(own.gather(1, at) == places)
+            for earlier in range(membership):
+                for key_group, overlap in zip(self.key_groups, self.overlaps[earlier], strict=True):
+                    if overlap:
+                        masks.append(groups[rows, earlier].unsqueeze(-1) == key_group[owner])
+            return reduce(torch.logical_or, masks) if masks else None
+
+        return hidden
 
     def _numbered(self, ids: Tensor, count: int) -> Tensor:
         """Groups (B Hkv, query heads of a key head, N, M >= 1), numbered from 1 through all heads, -1 for none."""
@@ -119,47 +145,13 @@ class GroupedKeys(Kept):
         return torch.unflatten(torch.where(ids < 0, -1, ids + first), 1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
 
-class _HiddenPairs:
-    """Which pairs of a chunk's queries and their groups' keys are no edges, or count in a band, a list or a group."""
-
-    def __init__(self, keys: GroupedKeys, chunk: Chunk, groups: Tensor) -> None:
-        x, columns = keys.graph.inputs, keys.graph.columns
-        self.keys, self.groups, self.inputs = keys, groups, x
-        self.position = chunk.positions().repeat(len(chunk.query))
-        self.lists: Tensor | None = None
-        if columns is not None:
-            index, used = (chunk.part(part.flatten(0, 1)) for part in (columns.index, columns.used))
-            self.lists = index.masked_fill(~used, x.keys).flatten(0, 1).sort(-1).values
-
-    def __call__(self, rows: Tensor, group: int, membership: int) -> Tensor | None:
-        """The pairs (rows, keys) of a group that the queries `rows` of the chunk have as this membership."""
-        owner = self.keys.owner[group]
-        place, position = owner % self.inputs.keys, self.position[rows].unsqueeze(-1)
-        masks = []
-        if self.inputs.is_causal:
-            masks.append(place > position)
-        if (band := self.keys.graph.band) is not None:
-            step = place - position
-            masks.append((step >= -band[0]) & (step <= band[1]))
-        if self.lists is not None:
-            lists = self.lists[rows // (len(self.groups) // len(self.lists))]
-            places = place.expand(rows.shape[0], -1).contiguous()
-            at = torch.searchsorted(lists, places).clamp_max(lists.shape[1] - 1)
-            masks.append(lists.gather(1, at) == places)
-        for earlier in range(membership):
-            for key_group, overlap in zip(self.keys.key_groups, self.keys.overlaps[earlier], strict=True):
-                if overlap:
-                    masks.append(self.groups[rows, earlier].unsqueeze(-1) == key_group[owner])
-        return reduce(torch.logical_or, masks) if masks else None
-
-
 def _overlap(query: Tensor, key: Tensor) -> bool:
-    """Whether two sets of groups may meet: those of different rounds or dimensions have disjoint ranges."""
+    """Whether ids may meet: those of different rounds or dimensions have disjoint ranges."""
     query, key = query.flatten(2), key.flatten(2)
     low, high = query.masked_fill(query < 0, torch.iinfo(query.dtype).max).amin(-1), query.amax(-1)
     return bool(((key >= low.unsqueeze(-1)) & (key <= high.unsqueeze(-1))).any())
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Ids (..., M) with -1 in place of repetitions."""
+    """Ids (..., M), -1 in place of repetitions."""
     return ids.masked_fill((ids.unsqueeze(-1) == ids.unsqueeze(-2)).tril(-1).any(-1), -1)

@@ -39,7 +39,7 @@ class Grouping(Selector, ABC, listed=False):
     """The edges that a rule predicts between queries and keys of one layer. Cost O(n D r), then the rule's own.
 
     Args:
-        project: the space, of as many query heads as the layer has; None: q and k as they are.
+        project: the space of the layer's query heads; None: q and k as they are.
         fitted: what the rule learned of the space. `Sparsefinder.selector` sets both.
     """
 
@@ -85,7 +85,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @abstractmethod
     def density(self, inputs: Inputs, rank: int) -> tuple[float, float]:
-        """The expected share of the pairs that are edges, and operations of choosing them per key and query head."""
+        """The expected share of pairs that are edges, and operations of choosing them per key and query head."""
 
     def work(self, inputs: Inputs) -> Work:
         rank, space = space_work(inputs, self.project)
@@ -94,7 +94,7 @@ class Grouping(Selector, ABC, listed=False):
 
     @property
     def rule(self) -> str:
-        """The rule without the space."""
+        """The class and its options, without the space."""
         options = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if not f.kw_only]
         return f"{type(self).__name__}({', '.join(options)})"
 
@@ -115,7 +115,7 @@ class Distance(Grouping):
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         def mask(start: int, stop: int) -> Tensor:
-            # Not by a matrix product, which rounds to the size of the tokens, not of their differences.
+            # A matrix product would round to the size of the tokens, not of their differences.
             distance = torch.cdist(query[:, :, start:stop], key, compute_mode="donot_use_mm_for_euclid_dist")
             return (distance <= self.t) & visible(inputs, start, stop)
 
@@ -129,9 +129,9 @@ class Distance(Grouping):
 class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
-    kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; causal and cross-attention use `fitted` quantiles instead. "uniform": `floor(beta (tanh(x) + 1) / 2)`.
-    Cost O(n r log n) to choose; up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
+    kind "equal_size": in every dimension the n sorted queries of a sequence fill buckets of `ceil(n / beta)`, and so do
+    the keys; causal and cross-attention use `fitted` quantiles. "uniform": `floor(beta (tanh(x) + 1) / 2)`. Cost
+    O(n r log n) to choose; up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
     """
 
     beta: int
@@ -175,8 +175,8 @@ class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
     `count` centroids per head are fitted by k-means on queries and keys together; edges of `rounds` such sets, from
-    different seeds, are united. Cost O(n count r rounds) to choose; a share of about `rounds top^2 / count` are edges:
-    with count = sqrt(n), O(n sqrt n) in all.
+    different seeds, are united. Cost O(n count r rounds) to choose; about `rounds top^2 / count` of the pairs are
+    edges: with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -215,9 +215,9 @@ class Clusters(Grouping):
 class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
-    Queries have `count` clusters, and keys have `count` others. Clusters are joined if their share of a head's gold
-    edges in the capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio
-    always is. So gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the paper's.
+    Queries have `count` clusters, keys `count` others. Clusters are joined if their share of a head's gold edges in the
+    capture is at least `lift` times their share of all pairs of tokens; the pair with the largest ratio always is. So
+    gold edges need not be near if they are regular. Cost O(n count r) to choose. Ours, not the paper's.
     """
 
     count: int
@@ -235,7 +235,7 @@ class ClusterPairs(Grouping):
 
     def joined(self, inputs: Inputs, query: Tensor, key: Tensor) -> Graph:
         query_places, key_places, pairs = self.fitted_for(query)
-        # A group is a cluster of keys. A query is in the groups that its cluster is joined to.
+        # The groups are the clusters of keys; a query is in those that its cluster is joined to.
         groups = member_ids(pairs > 0).expand(*query.shape[:2], -1, -1)
         ids = groups.gather(2, nearest(query, query_places).expand(-1, -1, -1, groups.shape[-1]))
         return _grouped(inputs, ids, nearest(key, key_places), self.count)
@@ -251,9 +251,8 @@ class BlockClusters(Selector):
 
     Blocks of `size` positions, a power of two, are represented by the mean of their projected real tokens. A cluster
     has the `top` query blocks and the `top` key blocks nearest to its centroid: of all blocks (version 1 of the paper),
-    or with `inside` of those for which it is the nearest centroid (version 2). They take the place of BigBird's random
-    blocks, beside its window of `window` blocks, an odd number. `project`: the space in which `centroids` were fitted;
-    None: q and k as they are.
+    or with `inside` of those for which it is the nearest centroid (version 2). They replace BigBird's random blocks,
+    beside its window of `window` blocks, an odd number. `project`: the space of `centroids`; None: q and k as they are.
 
     Not causal: a block's mean has all its tokens. Cost O(n r (D + centroids / size)) to choose, at most
     `size window + top size` keys a centroid per query.
@@ -289,7 +288,7 @@ class BlockClusters(Selector):
         return self._window.select(x) | Graph(x, extra=Groups(query, key, self.centroids.size))
 
     def _ids(self, rows: Tensor, real: Tensor | None, offset: int, centroids: Tensor) -> Tensor:
-        """The ids (B, Hq, N, M) of rows (B, Hq, N, r) whose first one stands at `offset`."""
+        """The ids (B, Hq, N, M) of rows (B, Hq, N, r) from position `offset` on."""
         block = (torch.arange(rows.shape[2], device=rows.device) + offset) // self.size - offset // self.size
         flags = rows.new_ones((rows.shape[0], rows.shape[2])) if real is None else real.to(rows.dtype)
         blocks = int(block[-1]) + 1
@@ -301,7 +300,9 @@ class BlockClusters(Selector):
         near = closeness(mean, centroids) - 0.5 * mean.square().sum(-1, keepdim=True)
         if self.inside:
             near = near.masked_fill(near < near.amax(-1, keepdim=True), -torch.inf)
-        return member_ids(nearest_members(near, count > 0, self.top))[:, :, block]
+        top = near.masked_fill((count == 0)[:, None, :, None], -torch.inf).topk(min(self.top, blocks), 2)
+        member = torch.zeros_like(near, dtype=torch.bool).scatter_(2, top.indices, top.values > -torch.inf)
+        return member_ids(member)[:, :, block]
 
     def covers(self, inputs: Inputs) -> bool:
         return self._window.covers(inputs)
@@ -316,7 +317,7 @@ class BlockClusters(Selector):
 
 
 def _grouped(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> Graph:
-    """The graph of groups (B, Hq, N, M) of queries and of keys; padded tokens are in no group."""
+    """The graph of groups (B, Hq, N, M); padded tokens are in none."""
     if inputs.valid is not None:
         key = key.masked_fill(~inputs.valid[:, None, :, None], -1)
     if inputs.valid_queries is not None:
@@ -325,14 +326,14 @@ def _grouped(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> Graph:
 
 
 def _between(rows: Tensor, edges: Tensor) -> Tensor:
-    """The bucket of each entry of rows (B, H, N, r): how many of the edges (H, r, beta - 1) lie below it."""
+    """How many of the edges (H, r, beta - 1) lie below each entry of rows (B, H, N, r)."""
     values = rows.permute(1, 3, 0, 2)
     buckets = torch.searchsorted(edges.contiguous(), values.flatten(2).contiguous())
     return buckets.view(values.shape).permute(2, 0, 3, 1)
 
 
 def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
-    """The bucket of each entry of rows (B, H, N, r) by its rank among the real ones of its dimension."""
+    """The bucket of each entry of rows (B, H, N, r), by its rank among the real ones."""
     count = torch.tensor(rows.shape[2], device=rows.device)
     if real is not None:
         rows = rows.masked_fill(~real[:, None, :, None], torch.inf)
@@ -340,14 +341,3 @@ def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
     rank = rows.argsort(dim=2, stable=True).argsort(dim=2)
     size = ((count + beta - 1) // beta).clamp_min(1)
     return (rank // size).clamp_max(beta - 1)
-
-
-def nearest_members(near: Tensor, real: Tensor | None, count: int | Tensor) -> Tensor:
-    """Whether a row is among the `count` (or (B,)) rows of largest `near` (B, H, N, C) of a group; `real` (B, N)."""
-    if real is not None:
-        near = near.masked_fill(~real[:, None, :, None], -torch.inf)
-    capacity = torch.as_tensor(count, device=near.device).view(-1, 1, 1, 1)
-    top = near.topk(min(near.shape[2], int(capacity.max())), 2)
-    place = torch.arange(top.indices.shape[2], device=near.device)[:, None]
-    taken = (top.values > -torch.inf) & (place < capacity)
-    return torch.zeros_like(near, dtype=torch.bool).scatter_(2, top.indices, taken)

@@ -1,7 +1,6 @@
-"""Edges by groups: a query attends to the keys of its own groups.
+"""Edges by groups: a query attends to the keys of its own groups, such as clusters, buckets or hash codes.
 
-Clusters, buckets and hash codes give queries and keys a few ids. Rounds and dimensions have ids of their own in one
-flat numbering: round r of C clusters has ids r C .. (r + 1) C - 1.
+Rounds and dimensions have ids of their own: round r of C clusters has ids r C .. (r + 1) C - 1.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Groups:
             )
 
     def check(self, inputs: Inputs) -> None:
-        """Raise `ValueError` unless the ids have the shapes of the queries and keys."""
         x = inputs
         for name, ids, tokens in (("query", self.query, x.queries), ("key", self.key, x.keys)):
             if ids.shape[:3] != (x.batch, x.query_heads, tokens):
@@ -65,7 +63,7 @@ class Groups:
                 )
 
     def __or__(self, other: Groups) -> Groups:
-        """Edges of either: the ids of `other` are shifted behind those of this one."""
+        """Edges of either: the ids of `other` follow those of this one."""
         query, key = (torch.where(ids < 0, ids, ids + self.count) for ids in (other.query, other.key))
         count = self.count + other.count
         return Groups(torch.cat([self.query, query], -1), torch.cat([self.key, key], -1), count)
@@ -80,17 +78,15 @@ class Groups:
         return shared
 
     def delayed(self, count: int) -> Groups:
-        """The same groups with `count` queries of no group before the others."""
         return replace(self, query=pad(self.query, (0, 0, count, 0), value=-1))
 
     def source(self, graph: Graph) -> GroupedKeys:
-        """The scores and sums of these edges of `graph`, in time linear in the edges."""
         return GroupedKeys(graph, self.query, self.key, self.count)
 
     def computation_sparsity(self) -> Tensor:
         """`1 - sum_g |Q_g| |K_g| / (Nq Nk)`, at least 0, per head (B, Hq): the share of all scores not computed.
 
-        At most the sparsity of the edges: hidden pairs are computed, too, and pairs that share two groups twice.
+        At most the sparsity of the edges: hidden pairs are computed too, and pairs that share two groups twice.
         """
         scores = (_members(self.query, self.count) * _members(self.key, self.count)).sum(-1)
         return (1.0 - scores / (self.query.shape[2] * self.key.shape[2])).clamp_min(0.0).float()
@@ -99,18 +95,18 @@ class Groups:
         """`-sum_g p_g log p_g / log count`, 0 to 1, per head (B, Hq), p_g the share of the keys' memberships in g."""
         size = _members(self.key, self.count)
         p = size / size.sum(-1, keepdim=True).clamp_min(1)
-        entropy: Tensor = -torch.special.xlogy(p, p).sum(-1)
+        entropy: Tensor = torch.special.entr(p).sum(-1)
         return (entropy / math.log(max(self.count, 2))).clamp(0.0, 1.0).float()
 
 
 def member_ids(member: Tensor) -> Tensor:
-    """Ids (..., M), -1 for none, of the groups that `member` (..., C) bool marks; M is the largest number."""
+    """Ids (..., M), -1 for none, of the groups that `member` (..., C) bool marks."""
     ids = marked_places(member)
     return ids.masked_fill(~member.gather(-1, ids), -1)
 
 
 def _members(ids: Tensor, count: int) -> Tensor:
-    """Members of every group, (B, H, count) float64; a token that names a group twice is one member."""
+    """The members (B, H, count), float64, of every group; a token that names a group twice is one."""
     place = distinct(ids).flatten(2) + 1
     size = place.new_zeros((*place.shape[:2], count + 1), dtype=torch.float64)
     return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., 1:]

@@ -22,8 +22,8 @@ from fewkeys.select.window import Sinks
 class EntmaxSupport(Selector):
     """(i, j) is an edge when `entmax_alpha(s_i)_j > 0`, s_i the scores of query i with all keys that it sees.
 
-    Attention by `Entmax(alpha)` over this graph, or any that contains it, equals that over all keys. alpha > 1; larger
-    alpha, fewer edges. Cost O(n^2 D), memory O(n + edges).
+    Attention by `Entmax(alpha)` over this graph, or any that contains it, equals that over all keys. A larger alpha > 1
+    has fewer edges. Cost O(n^2 D), memory O(n + edges).
 
     Source: the gold graph of Sparsefinder (arXiv 2109.12188), section 3.1.
     """
@@ -49,8 +49,8 @@ class EntmaxSupport(Selector):
 class GlobalTokens(CountedSelector):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
-    In cross-attention, and for queries after a cache, the position of query i decides. Under causality the first
-    tokens see their past only. Cost O(n count).
+    In cross-attention, and for queries after a cache, the position of query i decides. Under causality the first tokens
+    see their past only. Cost O(n count).
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """

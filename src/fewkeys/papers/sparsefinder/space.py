@@ -1,4 +1,4 @@
-"""Learned spaces in which selectors compare queries and keys, head by head, and what is learned in these spaces."""
+"""Learned spaces in which selectors compare queries and keys, head by head, and what is learned there."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,7 +32,7 @@ class Fitted(Learned, listed=False):
     """Values of every query head that were learned in a space."""
 
     rank_axis: ClassVar[int] = 2
-    """The axis of the r dimensions of the space; the other one of 1 and 2 has the values of a head."""
+    """The axis of the r dimensions; the other one of 1 and 2 has the values of a head."""
 
     @property
     def rank(self) -> int:
@@ -49,7 +49,7 @@ class Fitted(Learned, listed=False):
         return next(iter(self.tensors.values()))
 
     def check(self, heads: int, rank: int, like: str = "") -> None:
-        """Raise `ValueError` unless the values are of as many heads, or one head for all, and dimensions."""
+        """Raise `ValueError` for other dimensions or heads; values of one head serve all."""
         if self._first.shape[0] not in (1, heads) or self.rank != rank:
             raise ValueError(
                 f"fitted: expected values of {heads} query heads in {rank} dimensions{like}, got {self}; use them in "
@@ -57,7 +57,7 @@ class Fitted(Learned, listed=False):
             )
 
     def for_rows(self, rows: Tensor) -> list[Tensor]:
-        """The tensors in dtype and device of rows (B, Hq, N, r), whose heads and dimensions they must have."""
+        """The tensors in dtype and device of rows (B, Hq, N, r); `ValueError` for other heads or dimensions."""
         self.check(rows.shape[1], rows.shape[3])
         return [tensor.detach().to(rows) for tensor in self.tensors.values()]
 
@@ -89,9 +89,9 @@ class Edges(Fitted):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Joined(Fitted):
-    """Centroids `query` and `key` (Hq, C, r) of clusters of queries and of keys, and which are joined.
+    """Centroids `query` and `key` (Hq, C, r) of clusters of queries and of keys, and which of them are joined.
 
-    `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to cluster b of the keys.
+    `pairs` bool (Hq, C, C): cluster a of the queries is joined to cluster b of the keys.
     """
 
     query: Tensor
@@ -108,9 +108,9 @@ class Joined(Fitted):
 
 
 def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tensor]:
-    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r), in the space or as they are, in working precision, no gradient.
+    """Queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) in the space, in working precision, no gradient. Cost O(n D r).
 
-    Cost O(n D r). Raises `ValueError` for a projection of other heads.
+    Raises `ValueError` for a projection of other heads.
     """
     x = inputs
     query, key = working(x.query.detach()), working(x.key.detach())
@@ -127,30 +127,30 @@ def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tenso
 
 
 def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
-    """r, and operations per key of bringing queries and keys there; for `Selector.work`."""
+    """r, and operations per key of `projected`."""
     if project is None:
         return inputs.head_dim, 0.0
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
 
 
 def centred(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (B, H, N, r) and centroids (H, C, r) about the mean centroid: an offset would drown their differences."""
+    """Rows (B, H, N, r) and centroids (H, C, r) about their mean: an offset would drown differences."""
     middle = centroids.mean(-2, keepdim=True)
     return rows - middle, centroids - middle
 
 
 def closeness(rows: Tensor, centroids: Tensor) -> Tensor:
-    """`(|x|^2 - |x - c|^2) / 2` (B, H, N, C) for rows x (B, H, N, r) and centroids c (H, C, r)."""
+    """`(|x|^2 - |x - c|^2) / 2` (B, H, N, C) of rows x and centroids c."""
     return rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
 
 
 def nearest(rows: Tensor, centroids: Tensor, count: int = 1) -> Tensor:
-    """The `count` nearest of centroids (H, C, r) to each of rows (B, H, N, r): (B, H, N, count)."""
+    """The `count` centroids (B, H, N, count) nearest to each row."""
     return closeness(*centred(rows, centroids)).topk(count, -1).indices
 
 
 def check_space(project: object, fitted: object = None) -> None:
-    """Refuse other classes, and values fitted in another space than the projection's."""
+    """Refuse other classes, and values fitted in another space."""
     if project is not None and not isinstance(project, Projection):
         raise TypeError(f"project: expected a Projection or None, got {type(project).__name__}")
     if fitted is not None and not isinstance(fitted, Fitted):

@@ -1,4 +1,4 @@
-"""Sparsefinder: predicts the keys of entmax heads, without scores. Fitted once per model."""
+"""Sparsefinder: predicts the keys of entmax heads without scores."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class Shape:
 
     @staticmethod
     def of(capture: Capture) -> Shape:
-        """The shape of a captured model."""
         same = all(c.query.shape[2] == c.key.shape[2] and c.query_mask is None for c in capture.calls(0))
         kind = "causal" if capture.is_causal else "bidirectional" if same else "cross"
         return Shape(capture.model_name, kind, capture.layers, capture.query_heads, capture.kv_heads, capture.head_dim)
@@ -55,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Sparsefinder:
-    """Predicts which (query, key) pairs alpha-entmax heads will use.
+    """Predicts which (query, key) pairs alpha-entmax heads will use. Fitted once per model.
 
     Every layer and head has projections `q' = W^Q q` and `k' = W^K k` to r dimensions, in which gold pairs, those with
     weight under entmax, are near. Groupings join queries and keys there:
@@ -105,17 +104,18 @@ class Sparsefinder:
         """Learn the projections of every layer, by the loss in `fewkeys.papers.sparsefinder.train`.
 
         Args:
-            capture: `fk.capture(model, batches, weights=fk.weights.Entmax(alpha))`, causal or not, also of
-                cross-attention, also padded.
-            rank, alpha: r; of the model's entmax.
+            capture: `fk.capture(model, batches, weights=fk.weights.Entmax(alpha))`, causal or not, self- or
+                cross-attention, padded or not.
+            rank: r.
+            alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
             margin, lr, epochs: of the hinge; of Adam; passes over the capture.
             batch: the most sequences per step, from one batch of the capture.
             validation: the share of the sequences, the last ones, that are held out: the maps kept are those of the
-                epoch whose loss on them is least. Another capture instead, or 0 for none.
+                epoch whose loss on them is least. Or another capture, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
             sample: queries, and as many keys, of each head that groupings are fitted on; four times as many gold edges.
-            directory: keeps finished layers, so that an interrupted fit goes on with the next one.
+            directory: keeps finished layers, so that an interrupted fit continues.
             progress: called as `progress(done, total, what)`.
 
         Raises `TypeError` or `ValueError` for malformed arguments.
@@ -140,7 +140,7 @@ class Sparsefinder:
                 report(passed, total, f"layer {layer + 1} of {capture.layers}")
 
             maps, record = learn(fitted_on, held_out, layer, settings, folder, done)
-            losses.append(asdict(record))
+            losses.append(record)
             tensors |= {f"maps.{layer}": maps, **_samples(fitted_on, layer, settings, maps)}
         report(total, total, "done")
         return cls(Shape.of(capture), settings, tensors, {"layers": losses})
@@ -148,7 +148,7 @@ class Sparsefinder:
     @classmethod
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
-        """Groupings of queries and keys as they are, fitted on the `sample`: the control for learned spaces."""
+        """The control for learned spaces: groupings of queries and keys as they are, fitted on the `sample`."""
         _check(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         samples = (_samples(capture, layer, settings) for layer in range(capture.layers))
@@ -160,7 +160,7 @@ class Sparsefinder:
         return "maps.0" not in self.tensors
 
     def projection(self, layer: int) -> Projection | None:
-        """The space of a layer, for selectors with a `project`; None: queries and keys as they are."""
+        """The space of a layer, for the `project` of selectors; None: queries and keys as they are."""
         self._check_layer(layer)
         if self.is_raw:
             return None
@@ -168,8 +168,8 @@ class Sparsefinder:
         return Projection(maps[0], maps[-1])
 
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
-        """`count` centroids for each head and round of a layer, by k-means on queries and keys together; computed once
-        and kept, also by `save_pretrained`.
+        """`count` centroids for each head and round of a layer, by k-means on queries and keys together. They are kept,
+        also by `save_pretrained`.
         """
         self._check_layer(layer)
         check_count("count", count)
@@ -192,7 +192,6 @@ class Sparsefinder:
         return replace(grouping, project=self.projection(layer), fitted=self._fitted(layer, grouping))
 
     def _fitted(self, layer: int, grouping: Grouping) -> Fitted | None:
-        """What the grouping has to know of the space of a layer."""
         tokens, ends = ([self.tensors[f"{kind}{side}.{layer}"] for side in SIDES] for kind in ("", "gold-"))
         if isinstance(grouping, Clusters):
             return self.centroids(layer, grouping.count, grouping.rounds)
@@ -206,7 +205,7 @@ class Sparsefinder:
     def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:
         """A plan for every layer, for `fewkeys.apply`: the predicted edges united with those of `keep`.
 
-        weights: default `Entmax(alpha)` of the fit.
+        weights: by default `Entmax(alpha)` of the fit.
         """
         weights = Entmax(self.settings.alpha) if weights is None else weights
         selectors = [self.selector(layer, grouping) for layer in range(self.shape.layers)]
@@ -256,7 +255,7 @@ class Sparsefinder:
 
 @dataclass(frozen=True)
 class _Description:
-    """The content of `sparsefinder.json`; `tensors`: the fingerprint of the tensors."""
+    """The content of `FILE`; `tensors`: their fingerprint."""
 
     format: int
     shape: Shape
@@ -267,12 +266,11 @@ class _Description:
 
 
 def _kind(facts: Mapping[str, Any]) -> str:
-    """The kind in the fingerprint of the tensors, so that they belong to one description."""
+    """The kind of the tensors in their fingerprint, which ties them to one description."""
     return f"{NAME} {json.dumps(facts, sort_keys=True)}"
 
 
 def _check(capture: Capture) -> None:
-    """Refuse what is no capture with tokens, and models with a distance bias."""
     check_capture(capture)
     if capture.biased:
         raise ValueError(
@@ -282,7 +280,7 @@ def _check(capture: Capture) -> None:
 
 
 def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capture | None]:
-    """The sequences to learn from, and those that decide when to stop: another capture, or the last share of this."""
+    """The sequences to learn from, and those that decide when to stop."""
     if isinstance(validation, Capture):
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales"):
             ours, actual = getattr(capture, name), getattr(validation, name)
@@ -303,7 +301,6 @@ def _split(capture: Capture, validation: float | Capture) -> tuple[Capture, Capt
 
 
 def _samples(capture: Capture, layer: int, settings: Settings, maps: Tensor | None = None) -> dict[str, Tensor]:
-    """The samples of a layer, projected by its maps."""
     tokens = sample(capture, layer, settings.sample, settings.seed)
     ends = gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed)
     tensors = {}

@@ -20,19 +20,17 @@ from torch import Tensor
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import visible
-from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, LayerFile
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.tuning.score import problem_of
 
-KIND = "fit"
 PAIRS = 2**24
-"""Pairs of a query and a key whose scores are in memory at once."""
+"""Pairs whose scores are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `Sparsefinder.fit` besides the capture, by the same names."""
+    """The arguments of `Sparsefinder.fit` of the same names."""
 
     rank: int = 4
     alpha: float = 1.5
@@ -59,14 +57,6 @@ class Settings:
             check_real("validation", self.validation, above=0.0, below=1.0)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """The mean loss of every epoch, and that of the held-out sequences after it."""
-
-    loss: list[float]
-    validation: list[float]
-
-
 def learn(
     capture: Capture,
     held_out: Capture | None,
@@ -74,44 +64,47 @@ def learn(
     settings: Settings,
     folder: Path | None,
     done: Callable[[int], None],
-) -> tuple[Tensor, Losses]:
-    """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and the losses.
+) -> tuple[Tensor, dict[str, list[float]]]:
+    """The maps (1 or 2, Hq, D, r) of a layer, of queries and of keys or one for both, and the mean losses by epoch.
 
     Adam on the mean loss of all queries and heads. With `held_out` sequences the maps are those of the epoch with the
     least loss there, and `patience` epochs without a smaller one end it. `done` is called with the number of sequences
-    of every batch. `folder`: for the file of the layer.
+    of every batch.
     """
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
     facts: list[Any] = [part.digest(layer) for part in (capture, held_out) if part is not None]
     facts += [{**asdict(settings), "sample": 0}, torch.__version__]
-    file = LayerFile(folder, KIND, f"layer-{layer:03d}", facts)
+    file = LayerFile(folder, "fit", f"layer-{layer:03d}", facts)
     if (finished := file.read({"maps": Form(shape, torch.float32)})) is not None:
-        return finished[1]["maps"], build(Losses, finished[0])
+        return finished[1]["maps"], finished[0]
     # Both maps begin as the same uniform draw in +- 1 / sqrt(D).
-    draw = torch.rand((1, *shape[1:]), generator=generator(settings.seed, layer, "start")) * 2 - 1
-    maps = (draw * capture.head_dim**-0.5).repeat(shape[0], 1, 1, 1).requires_grad_()
+    start = torch.rand((1, *shape[1:]), generator=generator(settings.seed, layer, "start")) * 2 - 1
+    maps = (start * capture.head_dim**-0.5).repeat(shape[0], 1, 1, 1).requires_grad_()
     adam = torch.optim.Adam([maps], lr=settings.lr)
     calls = list(capture.calls(layer))  # mapped files, not memory
     held_out_calls = [] if held_out is None else list(held_out.calls(layer))
-    best, losses = maps.detach().clone(), Losses([], [])
+    best = maps.detach().clone()
+    losses: dict[str, list[float]] = {"loss": [], "validation": []}
+    validation = losses["validation"]
     for epoch in range(settings.epochs):
-        losses.loss.append(_epoch(maps, adam, calls, settings, generator(settings.seed, layer, "epoch", epoch), done))
+        draw = generator(settings.seed, layer, "epoch", epoch)
+        losses["loss"].append(_epoch(maps, adam, calls, settings, draw, done))
         if not held_out_calls:
             best = maps.detach().clone()
             continue
         # The same random keys after every epoch.
         loss = _mean_loss(maps, held_out_calls, settings, generator(settings.seed, layer, "validation"))
-        if loss < min(losses.validation, default=torch.inf):
+        if loss < min(validation, default=torch.inf):
             best = maps.detach().clone()
-        losses.validation.append(loss)
-        if epoch - losses.validation.index(min(losses.validation)) >= settings.patience:
+        validation.append(loss)
+        if epoch - validation.index(min(validation)) >= settings.patience:
             break
-    file.write(asdict(losses), {"maps": best})
+    file.write(losses, {"maps": best})
     return best, losses
 
 
 def generator(*facts: object) -> torch.Generator:
-    """A generator seeded by a hash of these facts."""
+    """A generator seeded by these facts."""
     number = hashlib.sha256("/".join(map(str, facts)).encode()).digest()[:8]
     return torch.Generator("cpu").manual_seed(int.from_bytes(number, "little"))
 
@@ -124,7 +117,7 @@ def _epoch(
     draw: torch.Generator,
     done: Callable[[int], None],
 ) -> float:
-    """One pass over all batches in random order; the mean loss of a query, each before its batch's step."""
+    """One pass over all batches in random order; the mean loss of a query, before its batch's step."""
     batches = [batch for call in calls for batch in _parts(call, settings.batch)]
     total = queries = 0.0
     for index in torch.randperm(len(batches), generator=draw).tolist():
@@ -162,15 +155,15 @@ def _parts(call: AttentionInputs, size: int) -> Iterator[AttentionInputs]:
 
 
 def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.Generator) -> tuple[Tensor, int]:
-    """The sum of the losses of all queries and heads, and the number of queries with both gold keys and others."""
+    """The sum of the losses of all queries and heads, and the number of queries with gold keys and others."""
     query, key, gold, seen = gold_graph(call, settings.alpha)
     sign = signs(gold, seen, draw)
     loss = hinge(query @ maps[0], key @ maps[-1], sign, settings.margin)
-    return loss.sum(), int(_has_pairs(sign).sum())
+    return loss.sum(), int((sign != 0).any(-1).sum())
 
 
 def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys (B, Hq, N, D) float32; the gold edges, none of padded queries; and the visible pairs."""
+    """Queries and keys (B, Hq, N, D), float32; the gold edges, none of padded queries; the visible pairs."""
     x = problem_of(call)
     query, key = x.query.float(), x.key.float().repeat_interleave(x.gqa_ratio, 1)
     seen = visible(x, 0, x.queries)
@@ -181,10 +174,9 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
 
 
 def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
-    """1 at gold edges, minus their share at random others: (B, H, N, M) float32, rows adding up to 0.
+    """1 at gold edges, minus their share at random others that are `seen`: (B, H, N, M) float32, rows adding up to 0.
 
-    `gold` and the visible pairs `seen`: bool, broadcast. A row has as many others as gold keys, or fewer that count
-    more; without others it is zero. Cost O(N M log M).
+    A row has as many others as gold keys, or fewer that count more; without others it is zero. Cost O(N M log M).
     """
     others, gold_count = seen & ~gold, gold.sum(-1)
     number = torch.minimum(gold_count, others.sum(-1))
@@ -197,13 +189,8 @@ def signs(gold: Tensor, seen: Tensor, source: torch.Generator) -> Tensor:
 
 
 def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
-    """The loss (B, H, N) of projected queries (B, H, N, r) and keys (B, H, M, r); 0 for rows of `sign` that are 0."""
+    """The loss (B, H, N) of projected queries and keys; 0 for rows of `sign` (B, H, N, M) that are 0."""
     size = key.square().sum(-1, keepdim=True)
     sums = sign.to(key.dtype) @ torch.cat([size, key], -1)
     excess = sums[..., 0] - 2 * (query * sums[..., 1:]).sum(-1)
-    return (margin + excess).clamp_min(0.0) * _has_pairs(sign)
-
-
-def _has_pairs(sign: Tensor) -> Tensor:
-    """Which queries have both gold keys and others, (B, H, N)."""
-    return (sign != 0).any(-1)
+    return (margin + excess).clamp_min(0.0) * (sign != 0).any(-1)

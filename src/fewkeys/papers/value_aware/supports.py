@@ -1,7 +1,4 @@
-"""The search for the r values to combine, for `value_aware` where no exact method is known.
-
-Solvers choose indices for the rows of one head; `refit` finds the best weights.
-"""
+"""The search for the r values to combine where no exact method is known: solvers choose them, `refit` their weights."""
 
 from functools import reduce
 from typing import NamedTuple
@@ -29,28 +26,24 @@ class Fit(NamedTuple):
     weights: Tensor  # (R, r), on the simplex
     error: Tensor  # (R,), squared distance of the combination to the target
 
-    def dense(self, count: int) -> Tensor:
-        """(R, count) weights."""
-        return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.indices, self.weights)
-
 
 def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
     """The best weights on `index` (R, r), never worse than `start` (R, r)."""
-    inner = rows.points[index] - rows.target[:, None]
-    weights = nearest_in_hull(inner, rows.visible.gather(1, index), start)
-    new, old = (Fit(index, w, (w[:, None] @ inner)[:, 0].square().sum(1)) for w in (weights, start))
+    points = rows.points[index] - rows.target[:, None]
+    weights = nearest_in_hull(points, rows.visible.gather(1, index), start)
+    new, old = (Fit(index, w, (w[:, None] @ points)[:, 0].square().sum(1)) for w in (weights, start))
     return better(new, old)
 
 
 def better(first: Fit, second: Fit) -> Fit:
-    """Row by row the fit that is closer; the first on a tie, the second where an error is NaN."""
+    """Row by row the closer fit; the first on a tie, the second where an error is NaN."""
     wins = first.error <= second.error
     indices, weights = (torch.where(wins[:, None], a, b) for a, b in zip(first[:2], second[:2], strict=True))
     return Fit(indices, weights, torch.where(wins, first.error, second.error))
 
 
 def nearest(rows: Mixtures) -> Fit:
-    """One value per row: the one nearest to the output. This is optimal for r = 1."""
+    """The value nearest to each row's output: optimal for r = 1."""
     # Differences, not the expanded square: near a value, cancellation would make the choice random.
     distance = torch.cdist(rows.target, rows.points, compute_mode="donot_use_mm_for_euclid_dist")
     value, index = distance.masked_fill(~rows.visible, torch.inf).min(1, keepdim=True)
@@ -58,7 +51,7 @@ def nearest(rows: Mixtures) -> Fit:
 
 
 def oblivious(rows: Mixtures, r: int) -> Fit:
-    """The best weights on the support of the r largest: never worse than either form of `value_oblivious`."""
+    """The best weights on the r largest: never worse than either form of `value_oblivious`."""
     top = rows.weights.topk(min(r, rows.weights.shape[1]), 1)
     return refit(rows, top.indices, top.values / top.values.sum(1, keepdim=True))
 
@@ -69,14 +62,14 @@ def extend(rows: Mixtures, fit: Fit) -> Fit:
     gain, move = _gain(rows.points, output[:, None], (output - rows.target)[:, None])
     gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.indices, -torch.inf)
     best, new = gain.max(1, keepdim=True)
-    # If every visible value is in use, the slot has weight zero.
+    # Without an unused visible value the slot has weight zero.
     move = move[:, 0].gather(1, new).masked_fill(best.isneginf(), 0.0)
     start = torch.cat([fit.weights * (1 - move), move], 1)
     return refit(rows, torch.cat([fit.indices, new], 1), start)
 
 
 def greedy(rows: Mixtures, r: int) -> Fit:
-    """The nearest value, then `extend` until there are r."""
+    """The nearest value, extended to r."""
     fit = nearest(rows)
     for _ in range(r - 1):
         fit = extend(rows, fit)
@@ -86,8 +79,8 @@ def greedy(rows: Mixtures, r: int) -> Fit:
 def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     """Indices and feasible weights of 2..r values by size, by elimination from the Caratheodory solution.
 
-    Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
-    inverse of the Gram matrix on weights of sum zero, downdated by rank one, the squared error grows by `w_a^2 / P_aa`.
+    Each step removes the value that costs least when the others may take any weights of sum one. Without value a the
+    squared error grows by `w_a^2 / P_aa`, P the inverse of the Gram matrix on weights of sum zero, downdated each time.
     """
     count, dim = rows.points.shape
     weights, index = caratheodory(rows.weights, rows.points).topk(min(count, dim + 1), 1)
@@ -115,15 +108,15 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def eliminate(rows: Mixtures, r: int) -> Fit:
-    """The elimination with r values left."""
+    """What the elimination leaves."""
     return refit(rows, *eliminations(rows, r)[r])
 
 
 def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
     """Swap one value for another while that helps. Memory O(R r N).
 
-    A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
-    exact step is taken towards the new one. The `tries` most promising pairs are re-fitted.
+    A round estimates every pair (value out, value in): the others re-balance as if any sign were allowed, then the best
+    step is taken towards the new one. The `tries` most promising pairs are re-fitted.
     """
     count, slots = rows.points.shape[0], fit.indices.shape[1]
     if count <= slots:
@@ -150,7 +143,7 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     active = fit.weights > 0
     inverse = _constrained_inverse(chosen - rows.target[:, None], active)
     diagonal = inverse.diagonal(dim1=1, dim2=2)
-    # Row a of `without`: the weights after the removal of a. Removing a slot of weight zero changes nothing.
+    # Row a of `without`: the weights after the removal of a.
     factor = torch.where(active & (diagonal > 0), fit.weights / diagonal.clamp_min(1e-300), 0.0)
     without = (fit.weights[:, None] - factor[:, :, None] * inverse).clamp_min(0.0)
     without = without.masked_fill(torch.eye(slots, dtype=torch.bool, device=without.device), 0.0)
@@ -160,7 +153,7 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     error = output - rows.target[:, None]
     gain, move = _gain(rows.points, output, error)
     value = error.square().sum(2)[..., None] - gain
-    # If the only value of its row is removed, the new one takes all weight.
+    # In place of a row's only value the new one takes all weight.
     alone = total <= 0
     if bool(alone.any()):
         distance = (rows.points - rows.target[:, None]).square().sum(2)
@@ -184,9 +177,9 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
 def search(rows: Mixtures, r: int) -> Fit:
     """The best of all solvers for every size up to r.
 
-    Candidates of size k are the solution of size k - 1 with one more slot, so that the error never increases with r,
-    the elimination with k left, and the k largest weights. `exchange` improves the best; with few keys, where a bad
-    local optimum costs more, every candidate.
+    Candidates of size k: the solution of size k - 1 with one more slot, so that the error never increases with r; the
+    elimination; the k largest weights. `exchange` improves the best, and with few keys, where a bad local optimum costs
+    more, all of them.
     """
     fit, eliminated = nearest(rows), eliminations(rows, r)
     for size in range(2, r + 1):
@@ -200,8 +193,9 @@ def search(rows: Mixtures, r: int) -> Fit:
 
 
 def _gain(points: Tensor, output: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """The decrease of the squared error by the best step from `output` (R, a, d) to each point, and that step's length
-    t: `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1].
+    """The decrease of the squared error by the best step from `output` (R, a, d) towards each point, and its length.
+
+    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1].
     """
     along = (output * error).sum(-1, keepdim=True) - error @ points.mT
     length = points.square().sum(-1) - 2 * (output @ points.mT) + output.square().sum(-1, keepdim=True)

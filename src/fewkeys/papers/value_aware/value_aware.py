@@ -19,7 +19,7 @@ SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
     "eliminate": supports.eliminate,
 }
 BLOCK = 4_000_000
-"""The most float64 numbers in the largest tensors of one block of rows."""
+"""Float64 numbers in the largest tensors of one block of rows."""
 
 
 def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "projected"] = "renormalised") -> Tensor:
@@ -54,33 +54,32 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
 def value_aware(
     weights: Tensor, values: Tensor, r: int, method: Method = "auto", *, mask: Tensor | None = None
 ) -> Tensor:
-    """At most r weights per row, chosen so that the output of attention changes least.
+    """At most r weights per row for which the output of attention changes least.
 
     `argmin ||sum_j a_j v_j - sum_j b_j v_j||` over `b >= 0, sum b = 1, at most r nonzero`. With rho the dimension of
     the smallest plane that holds a head's values (rho <= Dv and rho < N):
 
     - `r >= rho + 1`: exact, the error is zero up to rounding (Caratheodory's theorem);
     - `r = 1`: exact, the value nearest to the output;
-    - between: NP-hard in general. "auto" is the best of greedy growth and of elimination from the Caratheodory
-      solution, both improved by pairwise exchanges, with the best weights for every support tried.
+    - between: NP-hard in general. "auto" is the best of greedy growth and elimination from the Caratheodory solution,
+      improved by pairwise exchanges, with the best weights for every support tried.
 
-    The result is never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
+    Never worse than either form of `value_oblivious`; with "auto" the error never increases with r.
 
     Args:
         weights: (..., Nq, N), rows on the simplex. Rows of zeros stay zero.
         values: (..., N, Dv); its leading dimensions broadcast to those of weights.
         r: largest number of nonzeros per row, at least 1.
         method: "auto", or for the sizes between one solver alone: "greedy" or "eliminate".
-        mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight. Default: everywhere, so give
-            the causal or padding mask.
+        mask: (..., Nq, N) bool, broadcasting to weights: True where a row may put weight, by default everywhere. So
+            give the causal or padding mask.
 
     Returns:
         (..., Nq, N) in the dtype of weights, computed in float64. Cost per row: exact `O(N Dv + Dv^3 log(N / Dv))`;
-        between, "auto" O(r (N Dv r + r^3)) times a constant near 20. Memory: the input and one block of rows.
+        between, "auto" about 20 times r (N Dv r + r^3). Memory: the input and one block of rows.
 
     Raises:
-        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False, an
-            unknown method.
+        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex, weight where mask is False.
 
     Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3; Maalouf, Jubran, Feldman (arXiv
     1906.04705) for the exact case; Wolfe (1976) for the best weights of a support. The solvers between are ours.
@@ -96,7 +95,6 @@ def value_aware(
 
 
 def _of_head(weights: Tensor, values: Tensor, visible: Tensor, r: int, method: Method) -> Tensor:
-    """The weights (Nq, N) of one head, block by block."""
     points = _plane_coordinates(values.double())
     count, rho = points.shape
     row_size = count * (rho + 1) if r > rho else 6 * count * min(r, rho) + 4 * rho * rho
@@ -120,29 +118,29 @@ def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Met
         fit = supports.nearest(rows)
         if r > 1:
             fit = supports.better(SOLVERS[method](rows, r), supports.oblivious(rows, r))
-        dense = fit.dense(points.shape[0])
-    # The sum is one in float64, so that only the final rounding moves a row off the simplex.
+        dense = torch.zeros_like(weights).scatter_add(1, fit.indices, fit.weights)
+    # In float64, so that only the final rounding moves a row off the simplex.
     return dense / dense.sum(1, keepdim=True)
 
 
 def _plane_coordinates(points: Tensor) -> Tensor:
     """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean: (N, rho).
 
-    Distances stay. Centring keeps a common offset from drowning the differences. rho counts the singular values above
+    Centring keeps a common offset from drowning the differences. rho counts the singular values above
     1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero.
     """
     left, sizes, _ = torch.linalg.svd(points - points.mean(0), full_matrices=False)
-    # The rounding of the subtraction is relative to the points, not to the differences.
+    # The subtraction rounds relative to the points, not to the differences.
     size = points.abs().amax() * math.sqrt(points.numel())
     floor = max(1e-13 * math.sqrt(max(points.shape)) * float(sizes[0]), 1e-15 * float(size))
-    # Identical values keep one coordinate, so that solvers need not handle points without coordinates.
+    # Identical values keep one coordinate: solvers need not handle points without any.
     rho = max(1, int((sizes > floor).sum()))
     coordinates: Tensor = left[:, :rho] * sizes[:rho]
     return coordinates
 
 
 def _checked(weights: Tensor, values: Tensor) -> Tensor:
-    """The values of every head."""
+    """The values, with the leading dimensions of the weights."""
     for name, tensor, shape in (("weights", weights, "(..., Nq, N)"), ("values", values, "(..., N, Dv)")):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating tensor {shape}, got {describe(tensor)}")
@@ -165,7 +163,7 @@ def _checked(weights: Tensor, values: Tensor) -> Tensor:
             f"weights: expected no negative entries, got {float(weights.min()):.3g}; normalise the scores first"
         )
     sums = weights.sum(-1, dtype=torch.float64)
-    # The error of a row's sum when its entries are rounded to the dtype, with room for a softmax in that dtype.
+    # The error of a sum of entries rounded to the dtype, with room for a softmax in it.
     slack = min(0.05, max(1e-5, 8 * torch.finfo(weights.dtype).eps * math.sqrt(weights.shape[-1])))
     off = ((sums - 1).abs() > slack) & (sums != 0)
     if bool(off.any()):
@@ -177,7 +175,6 @@ def _checked(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _checked_mask(mask: Tensor, weights: Tensor) -> Tensor:
-    """The mask in the shape of weights."""
     shape = tuple(weights.shape)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"mask: expected a bool tensor that broadcasts to weights {shape}, got {describe(mask)}")
