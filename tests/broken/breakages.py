@@ -61,6 +61,8 @@ TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
 AROUND = Law("02_impls_agree", "executors_agree_on_the_same_problem and cohorts")
 
+PARTS = Law("kernels/test_by_heads", "parts_are_the_whole")
+
 NEAR, NEIGHBOURS = "native/near.h", "native/near_cohorts.h"
 
 BREAKAGES = (
@@ -123,9 +125,30 @@ BREAKAGES = (
     Breakage(
         "cohorts: all query heads ask as the first of their key head",
         "native/near_cohorts.h",
-        "const int64_t head = of / p.cohorts * p.asking + members[i] / p.asked, at",
-        "const int64_t head = of / p.cohorts * p.asking, at",
+        "return of / p.cohorts * p.asking + members[i] / p.asked;",
+        "return of / p.cohorts * p.asking;",
         (COHORTS,),
+    ),
+    Breakage(
+        "parts of heads: the output of some is written over that of the first",
+        "execute/native/by_heads.py",
+        "out = by_key_head[batch, heads].flatten(1, 2)",
+        "out = by_key_head[batch, : heads.stop - heads.start].flatten(1, 2)",
+        (PARTS,),
+    ),
+    Breakage(
+        "parts of heads: sequences have the padding of the first",
+        "core/inputs.py",
+        "valid = None if self.valid is None else self.valid[batch]",
+        "valid = None if self.valid is None else self.valid[: len(query)]",
+        (Law("kernels/test_by_heads", "comes_with and lengths"),),
+    ),
+    Breakage(
+        "parts of heads: random keys are drawn for each part",
+        "execute/native/by_heads.py",
+        " or x.generator is not None",
+        "",
+        (Law("kernels/test_by_heads", "no_parts"),),
     ),
     Breakage(
         "cohorts: lists hold keys of the first head",

@@ -1,4 +1,4 @@
-// The stand-ins of every cohort, from the sums of `tilts.h`. `fewkeys.rest.cohort_means` has the equations.
+// The stand-ins of every cohort, from the sums of `tilts.h`. `fewkeys.rest.cluster_means` has the equations.
 #pragma once
 #include "tile.h"
 

@@ -80,16 +80,20 @@ class CohortAttention {
   const T *asking[TILE];
   int64_t row[TILE], place[TILE];  // numbers of the queries among all of the key head, and their positions
 
-  // Collects the queries among TILE entries of the cohort's order; returns their number.
+  // Collects the queries among TILE entries of the cohort's order, and prefetches the next ones, which lie anywhere;
+  // returns their number.
   int gather(int64_t of, int64_t first) {
     const int64_t *members = p.order + of * p.queries;
+    const auto head = [&](int64_t i) { return of / p.cohorts * p.asking + members[i] / p.asked; };
+    const auto at = [&](int64_t i) { return p.query.at<T>(head(i), members[i] % p.asked); };
     int queries = 0;
     for (int64_t i = first; i < std::min(p.queries, first + TILE); i++) {
       if (members[i] < 0) continue;
-      const int64_t head = of / p.cohorts * p.asking + members[i] / p.asked, at = members[i] % p.asked;
-      row[queries] = members[i], place[queries] = at;
-      asking[queries++] = p.query.at<T>(head, at);
+      row[queries] = members[i], place[queries] = members[i] % p.asked;
+      asking[queries++] = at(i);
     }
+    for (int64_t i = first + TILE; i < std::min(p.queries, first + 2 * TILE); i++)
+      if (members[i] >= 0) prefetch(at(i), p.dim * sizeof(T));
     return queries;
   }
 
