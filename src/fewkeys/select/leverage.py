@@ -79,7 +79,7 @@ class Leverage(Selector):
         keys = working(inputs.key.detach())
         if self.count is None:
             check_finite(key=keys)
-            marked = sensitivity_bounds(keys, self.power) >= (self.eps or 0.0) * (1 - ROUNDING)
+            marked = self._scores(inputs) >= (self.eps or 0.0) * (1 - ROUNDING)
             if inputs.valid is not None:
                 marked = marked & inputs.valid[:, None]
             index = marked_places(marked, least=1)

@@ -181,19 +181,11 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ units.mean.mT - on_value @ units.value_mean.mT
     nearest, label = _nearest(key, value, torch.cat([on_key, on_value], -1), constant)
-    of_value = (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
-    energy = _spread(key, units) + of_value
+    on_query = (working(key) @ units.root).sub_(units.mean @ units.root)
+    energy = torch.linalg.vector_norm(on_query, dim=-1).square_()
+    energy += (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
     # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
     return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), count)
-
-
-def _spread(key: Tensor, units: Frame) -> Tensor:
-    """`E (q . k_j)^2` (B, H, N) of the centred keys (B, H, N, D)."""
-    spread = units.root.new_empty(key.shape[:3])
-    rows, root, middle, length = (p.flatten(0, 1) for p in (working(key), units.root, units.mean @ units.root, spread))
-    for heads, piece in _pieces(rows, rows.shape[-1]):
-        length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
-    return spread.square_()
 
 
 def _sampled(count: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from fewkeys.core.totals import WHOLE, Totals
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
 """Power iterations, then steps of 2-means, and about how many rows of a set they use."""
-BYTE = 8
 
 
 def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
@@ -126,27 +125,23 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
     """Which rows (R, G, m) have one of the `rank` smallest scores, the first of equal ones, of the `real` (R, sets)."""
-    number, sets = ordered(score), real.shape[1]
-    left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
-    top = BYTE * (score.element_size() - 1)
-    for shift in range(top, -1, -BYTE):
-        digit, first = number >> shift, shift == top
-        if first:  # the signed one
-            digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
-        else:
-            inside, digit = digit >> BYTE == _by_set(prefix, label), digit & 255
-        bins = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+    sets, left, top = real.shape[1], torch.full_like(real, rank), 8 * (score.element_size() - 1)
+    number = ordered(score) ^ (-128 << top)  # bytes without sign
+    # Bytes are compared from the first one on.
+    equal = torch.ones_like(number, dtype=torch.bool)
+    smaller = ~equal
+    for shift in range(top, -1, -8):
+        byte = number >> shift & 255
+        bins = torch.where(equal, label * 256 + byte, sets * 256).flatten(1)
         histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
         histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
         upto = histogram.cumsum(-1)
-        median_bin = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
-        left = left - (upto - histogram).gather(-1, median_bin).squeeze(-1)
-        median_bin = median_bin.squeeze(-1)
-        prefix = median_bin - 128 if first else prefix * 256 + median_bin
-    middle = _by_set(prefix, label)
-    place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
-    first_of_equal = (number == middle) & (place < _by_set(left, label))
-    return (number < middle) | first_of_equal | _by_set(real <= rank, label)
+        median = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - histogram).gather(-1, median).squeeze(-1)
+        middle = _by_set(median.squeeze(-1), label)
+        smaller, equal = smaller | (equal & (byte < middle)), equal & (byte == middle)
+    place, _ = places(torch.where(equal, label, sets), sets + 1, totals)
+    return smaller | (equal & (place < _by_set(left, label))) | _by_set(real <= rank, label)
 
 
 def _by_set(values: Tensor, label: Tensor) -> Tensor:
