@@ -117,21 +117,20 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
 
     S is pooled over cohorts; bounds are around each cohort's own t m_h S.
     """
-    x, cohort, rank = inputs, cohorts(inputs, rest.cohorts), rest.rank
+    x, cohort = inputs, cohorts(inputs, rest.cohorts)
     columns = graph.shared if cohort.are_one else graph.columns
     if columns is None and cohort.are_one:
         empty = cohort.place[..., :0]
         columns = cohort.lists(empty, empty.bool())
     if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
-    cluster, tilt = clusters(x, rest.count), cohort.tilt
+    cluster, tilt, rank = clusters(x, rest.count), cohort.tilt, min(rest.rank, x.head_dim, x.value_dim)
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
-    middle, together = frame(x).mean, sums.together
+    middle, unit = frame(x).mean, frame(x).unit
     if compiled_at_once(x) and not wants_gradient(x.key, x.value):
         tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}
-        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
+        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": unit}
         numbers = {"tilt": tilt, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
-        rank = min(rank, x.head_dim, x.value_dim)
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         return StandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
     mass, within = _at_least_tiny(sums.mass).unsqueeze(-1), cohort.within.unsqueeze(2)
@@ -142,36 +141,22 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
         importance = (offset * mean_query).sum(-1) + 0.5 * square
         bias = (tilt * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
-    if together is None:
+    if sums.together is None:
         return StandIns(key, value, sums.mass, sums.size, cluster.label, bias)
     between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
-    pooled = (together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
+    pooled = (sums.together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
+    pooled = pooled.unsqueeze(2)
     with constants():
-        factor = _spread_factor(sums.energy / mass.squeeze(-1), square, sums.mass)
-        reference = tilt * (mean_query + on_key)
-    left, right, bounds, moved = _first_order(
-        pooled.unsqueeze(2), within, rank, tilt * mean_query, reference, frame(x).unit.unsqueeze(2)
-    )
-    value = value - factor.unsqueeze(-1) * moved
-    left, right = (part.expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
-    return StandIns(key, value, sums.mass, sums.size, cluster.label, bias, left, right, factor, bounds=bounds)
-
-
-def _first_order(
-    pooled: Tensor, metric: Tensor, rank: int, middle: Tensor, reference: Tensor, unit: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`left`, `right` and `bounds` of `StandIns` from S (..., D, Dv), and the values' move (..., C, Dv) at `reference`.
-
-    S is cut to the rank in the metric (..., D, D) of queries; `middle` (..., 1, D): t times the mean query; reference
-    (..., C, D): the queries at which the values are right; `unit`: of `Frame`.
-    """
-    with constants():
-        right = top_subspace(product(product(pooled.mT, metric), pooled), min(rank, *pooled.shape[-2:])).mT
+        right = top_subspace(product(product(pooled.mT, within), pooled), rank).mT
     left = product(pooled, right.mT)
     with constants():
-        around = middle @ left
-        bounds = torch.cat([around, (REACH / unit).expand_as(around)], -2)
-    return left, right, bounds, value_shift(reference, left, right, bounds)
+        factor = _spread_factor(sums.energy / mass.squeeze(-1), square, sums.mass)
+        around = tilt * mean_query @ left
+        bounds = torch.cat([around, (REACH / unit.unsqueeze(2)).expand_as(around)], -2)
+        reference = tilt * (mean_query + on_key)
+    value = value - factor.unsqueeze(-1) * value_shift(reference, left, right, bounds)
+    left, right = (part.expand(-1, -1, cohort.count, -1, -1) for part in (left, right))
+    return StandIns(key, value, sums.mass, sums.size, cluster.label, bias, left, right, factor, bounds=bounds)
 
 
 def _spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
