@@ -1,4 +1,4 @@
-"""Cluster means: every group of similar keys is one more key."""
+"""Every group of similar keys is one more key."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ from fewkeys.sketch.sums import sums_by_label
 from fewkeys.sketch.tilted import LARGEST_TILT, tilted_sums
 
 REACH = 0.25
-"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
+"""How far the first-order term reaches along each direction, in units of rms |v - mean v|."""
 LARGEST_SPREAD = 2.0
-"""The largest factor f_c of a cluster's first-order term."""
+"""The largest factor f_c."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ClusterMeans(CountedRest):
         key_c = sum e_j k_j / sum e_j        value_c = sum e_j v_j / sum e_j
         weight = (sum e_j) (the part of these keys that q does not keep) exp(scale q . key_c - t (g(key_c) - g_c))
 
-    so the mass is right at that query. `rank` r > 0 adds the first order, since the value moves with the key:
+    so the mass is right at that query. `rank` r > 0 adds the first order:
 
         value_c + f_c (q - t (m + C key_c))^T S,   S = sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
 
@@ -54,8 +54,7 @@ class ClusterMeans(CountedRest):
     O(n H (D + Dv)) besides; `Softmax` only.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c. Gradients flow through
-    the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are choices and carry none.
-    Not causal.
+    the means and S, not through clusters, e_j, f_c, the subspace of S and the correction of the mass. Not causal.
     """
 
     rank: int = 0
@@ -102,7 +101,6 @@ class ClusterMeans(CountedRest):
 
 
 def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
-    """Plain means of the keys and values of every cluster."""
     x, totals = inputs, inputs.whole.totals
     label, share = clusters(x, count).label, unkept(x, graph)
     rows = torch.cat([torch.ones_like(share).unsqueeze(-1), working(x.key), working(x.value)], -1)
@@ -113,10 +111,7 @@ def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
 
 
 def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
-    """The stand-ins of all queries, or of the cohorts that `graph` has lists for.
-
-    S is pooled over cohorts; bounds are around each cohort's own t m_h S.
-    """
+    """S is pooled over cohorts; bounds are around each cohort's own t m_h S."""
     x, cohort = inputs, cohorts(inputs, rest.cohorts)
     columns = graph.shared if cohort.are_one else graph.columns
     if columns is None and cohort.are_one:
@@ -160,7 +155,7 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
 
 
 def _spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
-    """f_c (..., C) from the mean `energy` `E (q . k_j)^2` of a cluster's keys and the `square` of its mean key."""
+    """f_c (..., C) from `energy`, the mean `E (q . k_j)^2` of a cluster's keys, and the `square` of its mean key."""
     # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
     spread = torch.where(energy - square > 64 * torch.finfo(energy.dtype).eps * energy, energy - square, 0.0)
     mean = (spread * mass).sum(-1, keepdim=True) / _at_least_tiny(mass.sum(-1, keepdim=True))

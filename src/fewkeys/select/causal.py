@@ -2,8 +2,8 @@
 
 When a block of absolute positions is complete, its keys are scored together with the keys kept so far, and the best
 `count` stay for the queries of the next block; evicted keys never return. Free places of a list go to the block's own
-keys in order, under the causal mask: a budget of all keys is exact attention. Cost O(n (count + block)) scores, memory
-independent of n besides the lists.
+keys in order, under the causal mask: a budget of all keys is exact attention. Cost O(n (count + block)) scores; memory
+besides the lists does not grow with n.
 """
 
 from abc import ABC, abstractmethod
@@ -23,19 +23,19 @@ CAUSAL_BLOCK = 32
 
 
 class OnlineScore(ABC):
-    """Scores of keys that arrive block by block, in one call."""
+    """Scores of keys that arrive block by block."""
 
     @abstractmethod
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        """Include keys (B, Hkv, M, D), of which `real` (B, M) count. The result (B, Hkv, M) is stored with them."""
+        """Include keys (B, Hkv, M, D), those `real` (B, M). A number (B, Hkv, M) is stored with each."""
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
-        """The present scores (B, Hkv, M) of keys offered earlier; `number`: what `offer` returned for them."""
+        """The present scores (B, Hkv, M) of keys that were offered, and their `number`."""
         return number
 
 
 def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
-    """The graph in which every block of queries keeps the `count` best of the keys before it."""
+    """Every block of queries keeps the `count` best of the keys before it."""
     x, keys, count = inputs, working(inputs.key.detach()), min(count, inputs.keys)
     number = keys.new_zeros((x.batch, x.kv_heads, 0))
     index, used, lists, start = number.long(), number.bool(), [], 0
@@ -59,7 +59,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
 
 
 def _filled(x: Inputs, index: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
-    """The list, its free places up to `count` given to the block's own real keys, in order; and which are used."""
+    """The list filled up to `count` with the block's own real keys, in order; and which places are used."""
     last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=index.device).expand(x.batch, -1)
     real, last_keys = last_keys < x.keys, last_keys.clamp_max(x.keys - 1)
     if x.valid is not None:

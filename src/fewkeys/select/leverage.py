@@ -33,7 +33,7 @@ class Leverage(Selector):
         power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set has at most
             `rank(K)^max(1, p/2) / eps` keys.
 
-    Cost as `leverage_scores`. Causal (`count` and power 2 only): scores are against the Gram matrix of all keys so far
+    Cost as `leverage_scores`. Causal with `count` and power 2: scores by the Gram matrix of all keys so far
     (`fewkeys.select.causal`).
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
@@ -64,7 +64,7 @@ class Leverage(Selector):
         return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
 
     def _scores(self, inputs: Inputs) -> Tensor:
-        """Scores (B, Hkv, N), float64, of this process's keys."""
+        """(B, Hkv, N), float64, of this process's keys."""
         rows, totals = working(inputs.key.detach()), inputs.whole.totals
         return sensitivity_bounds(centre(rows, None, totals) if self.centre else rows, self.power, totals)
 
@@ -100,7 +100,7 @@ class Leverage(Selector):
 
 
 class _RunningLeverage(OnlineScore):
-    """Scores against the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
+    """By the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
     def __init__(self, key: Tensor, centre: bool) -> None:
         batch, heads, _, dim = key.shape

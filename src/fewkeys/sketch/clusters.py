@@ -28,27 +28,27 @@ from fewkeys.sketch.sums import sums_by_label
 TILT = 0.5
 """Keys weigh `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
 RIDGE = 1e-6
-"""This share of a matrix's mean diagonal is added to its diagonal before factorising."""
+"""The share of its mean diagonal that is added to a matrix's diagonal before factorising."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 NEAR = 1e-5
-"""The least squared distance from a centre, relative to that from the mean: smaller ones are rounding."""
+"""The least squared distance from a centre, relative to that from the mean: less is rounding."""
 QUERY_SAMPLE = 4096
 PIECE = 2**18
-"""Numbers per thread in one piece of the keys: about half of a core's cache."""
+"""Numbers in one piece per thread: about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
 """The most keys per cluster that Lloyd's steps use; half are enough if that is more than FEW_KEYS."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """Moments of the scaled queries of a key head: `mean` m (B, Hkv, 1, D), `second` `E[q q^T]` (B, Hkv, D, D)."""
+    """Of the scaled queries of a key head: `mean` m (B, Hkv, 1, D), `second` `E[q q^T]` (B, Hkv, D, D)."""
 
     mean: Tensor
     second: Tensor
 
     def log_mean_exp(self, rows: Tensor) -> Tensor:
-        """`log E exp(q . x)` (B, Hkv, M) for Gaussian queries and rows x (B, Hkv, M, D)."""
+        """`log E exp(q . x)` (B, Hkv, M) for rows x (B, Hkv, M, D)."""
         return _importance((rows @ self.second * rows).sum(-1), (rows * self.mean).sum(-1))
 
 
@@ -71,7 +71,7 @@ class Frame:
 class KeyClusters:
     """A partition of the real keys of every head into `count` clusters.
 
-    `label` (B, Hkv, Nk), int64: the cluster, the first of equally near ones; undefined for padding. `distance`
+    `label` (B, Hkv, Nk), int64: the nearest, of equally near ones the first; undefined for padding. `distance`
     (B, Hkv, Nk): squared, to its centre.
     """
 
@@ -82,7 +82,7 @@ class KeyClusters:
 
 @statistic
 def query_moments(inputs: Inputs) -> QueryMoments:
-    """The moments of the queries, of every s-th once there are many."""
+    """The moments of the queries; of every s-th, if `QUERY_SAMPLE` or more remain."""
     (sampled, count), scale = _query_sample(inputs), inputs.scale
     rows = working(sampled.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
     total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
@@ -100,7 +100,7 @@ def query_covariance(inputs: Inputs) -> Tensor:
 
 
 def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
-    """Every s-th real query (B, Hq, M, D), filled up with zeros; and how many a key head has."""
+    """Every s-th real query (B, Hq, M, D), filled up with zeros, and their number for a key head."""
     query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
     if real is None:
         stride = max(1, whole.queries // QUERY_SAMPLE)
@@ -111,16 +111,14 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
 
 @statistic
 def half_variance(inputs: Inputs, covariance: Tensor) -> Tensor:
-    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys, for queries of this covariance C: their importance if the
-    mean query is zero.
-    """
+    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys."""
     centred = working(inputs.key.detach()) - frame(inputs).mean
     return 0.5 * (centred @ covariance).mul_(centred).sum(-1)
 
 
 @statistic
 def frame(inputs: Inputs) -> Frame:
-    """The frame. Cost O(n (D + Dv))."""
+    """Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs):
         with suppress(IndefiniteError):  # torch mends the matrix
@@ -164,7 +162,7 @@ def _importance(spread: Tensor, on_mean: Tensor) -> Tensor:
 
 @statistic
 def clusters(inputs: Inputs, count: int) -> KeyClusters:
-    """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
+    """`count` clusters by weighted Lloyd steps, without randomness. Cost O(n count (D + Dv))."""
     units, subset = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs):
@@ -175,7 +173,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         inputs.remember((half_variance, query_covariance(inputs)), lambda: half)
         return KeyClusters(label, distance, count)
     centres = _lloyd(inputs, units, subset, count)
-    # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
+    # x . c - |c|^2 / 2 for features x from keys and values: no tensor has the features of all keys.
     on_key = centres[..., : inputs.head_dim] @ units.root.mT
     on_value = units.unit * centres[..., inputs.head_dim :]
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
@@ -184,7 +182,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
     on_query = (working(key) @ units.root).sub_(units.mean @ units.root)
     energy = torch.linalg.vector_norm(on_query, dim=-1).square_()
     energy += (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
-    # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
+    # Of a key that is its own centre the distance would be rounding error, whose logarithm is large.
     return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), count)
 
 
@@ -225,16 +223,15 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> Tensor:
     key, value = (working(subset.take(rows.detach())) for rows in (inputs.key, inputs.value))
     products = (key @ frame.form.mT).sub_(frame.shift.mT)
     on_query, on_value = products[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
-    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
     hidden = ~subset.real[:, None] if subset.real is not None else key.new_zeros((), dtype=torch.bool)
-    real_importance = importance.masked_fill(hidden, -torch.inf)
-    top = totals.max(row_maximum(real_importance))
-    weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
+    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
+    importance = importance.masked_fill(hidden, -torch.inf)
+    top = totals.max(row_maximum(importance))
+    weight = (TILT * (importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     weight = weight.masked_fill(hidden, 0.0)
     # The sample is small: each of several processes takes the same steps on all of it.
-    parts = (totals.rows(part) for part in (on_query, on_value, weight, real_importance))
-    on_query, on_value, weight, real_importance = parts
-    first, features = _seeds(real_importance, count), torch.cat([on_query, on_value], -1)
+    on_query, on_value, weight, importance = map(totals.rows, (on_query, on_value, weight, importance))
+    first, features = _seeds(importance, count), torch.cat([on_query, on_value], -1)
     centres = take(features, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
@@ -257,6 +254,6 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
-    """Operations per key, for `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
+    """For `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
     used = min(1.0, _sampled(count)[1] / inputs.keys)
     return {f"{count} clusters": (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)}

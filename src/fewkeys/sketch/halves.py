@@ -1,9 +1,9 @@
 """Rows in sets of equal size and similar rows: split at the median along the main direction, recursively.
 
 Distributed rows (R, G, m, F) have G runs, such as the queries of G query heads: the first runs of all processes come
-before the second ones. A label (R, G, m) is the set of every row of this process. All processes get the same sample of
-every set, so the same direction, and find the median score by radix selection. The traffic for each set is about twice
-`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+before the second ones. A label (R, G, m) is the set of a row. All processes get the same sample of every set, so the
+same direction, and find the median score by radix selection. The traffic for each set is about twice `SPLIT_SAMPLE`
+rows, and 256 numbers for every byte of a score.
 """
 
 import torch
@@ -22,7 +22,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
 
     A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and split in the middle. u starts
     as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Rows
-    of a set stay in their order; unused places come last in the last sets.
+    of a set stay in their order; places without a row come last.
     """
     (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
     place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
@@ -33,7 +33,6 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
         step = _sample_step(size)
         along = _direction(parts[:, ::step], real[:, ::step], metrics)
         order = (parts @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
-        # Rows of a half stay in their old order.
         order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
         rows = take(parts, order).reshape(rows.shape)
         place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
@@ -42,7 +41,7 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
 
 
 def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them."""
+    """The mean rows (R, count, F) of sets, and the covariance (R, F, F) around them."""
     real = (place >= 0).unsqueeze(-1)
     sets = take(rows, place.clamp_min(0))
     size = totals.sum(real.sum(2))
@@ -52,7 +51,7 @@ def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tens
 
 
 def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
-    """The vector (R, 1, F) whose products order rows, from samples (R, s, F), those `real` (R, s)."""
+    """The vector `metric u` (R, 1, F) from the `real` (R, s) of sampled rows (R, s, F)."""
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
     longest = sample.square().sum(-1).argmax(1)
@@ -69,7 +68,6 @@ def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
 
 
 def _sample_step(size: int) -> int:
-    """The step between the sampled rows of a set of `size` places."""
     return max(1, size // SPLIT_SAMPLE)
 
 
@@ -97,8 +95,8 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
 
 
 def members(label: Tensor, sets: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """Which of this process's rows, counted through all runs, are in each set, (R, sets, M), in order, -1 for none; and
-    the same of every `step`-th row of the set alone.
+    """This process's rows of each set, counted through all runs, in order: (R, sets, M), -1 for none; and of these
+    every `step`-th row of the whole set.
     """
     place, _ = places(label, sets, totals)
     label, is_sampled = label.flatten(1), pad((place % step == 0).flatten(1), (0, 1))
@@ -124,7 +122,7 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows (R, G, m) have one of the `rank` smallest scores, the first of equal ones, of the `real` (R, sets)."""
+    """Which rows (R, G, m) have the `rank` smallest scores, of equal ones the first, of a set of `real` (R, sets)."""
     sets, left, top = real.shape[1], torch.full_like(real, rank), 8 * (score.element_size() - 1)
     number = ordered(score) ^ (-128 << top)  # bytes without sign
     # Bytes are compared from the first one on.
@@ -145,7 +143,7 @@ def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Tota
 
 
 def _by_set(values: Tensor, label: Tensor) -> Tensor:
-    """Values of sets (R, sets), for every row (R, G, m)."""
+    """Values (R, sets) for every row (R, G, m)."""
     return values.gather(1, label.flatten(1)).view(label.shape)
 
 

@@ -1,4 +1,4 @@
-"""Evenly spaced samples of the real rows of sequences, and centring: padding changes nothing."""
+"""Evenly spaced samples of real rows, and centring: padding changes nothing."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from fewkeys.core.rows import marked_places
 from fewkeys.core.totals import WHOLE, Totals
 
 PART = 4
-"""Samples have one in so many keys, within bounds."""
+"""One in so many keys is sampled, within bounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Subset:
 
 
 def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain; and its `real`."""
+    """About `most` (an int, or (B, 1)) of the true entries of `real` (B, N); and the `real` of this subset."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())
@@ -48,7 +48,7 @@ def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
-    """About a quarter of the real keys of every sequence, from `least` to `most`, evenly spaced."""
+    """About a quarter of the real keys of every sequence, from `least` to `most`."""
     if inputs.valid is not None:
         return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))[0]
     stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
@@ -56,7 +56,7 @@ def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
 
 
 def centre(rows: Tensor, valid: Tensor | None, totals: Totals = WHOLE) -> Tensor:
-    """Rows (B, H, N, D) minus the mean of the real ones, which `valid` (B, N) marks; the others are zero."""
+    """Rows (B, H, N, D) minus the mean of those `valid` (B, N); the others are zero."""
     count = rows.new_full((), rows.shape[2]) if valid is None else valid.sum(-1)[:, None, None, None]
     rows = rows - totals.sum(rows.sum(-2, keepdim=True)) / totals.sum(count).clamp_min(1)
     return rows if valid is None else rows.masked_fill(~valid[:, None, :, None], 0.0)

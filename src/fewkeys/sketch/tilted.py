@@ -1,4 +1,4 @@
-"""For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
+"""Sums over the keys that a cohort of queries does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
 are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2, as for a query that is at t between indifferent to the
@@ -47,7 +47,7 @@ class Tilted(NamedTuple):
 def tilted_sums(
     inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
-    """The sums without the keys `index` (B, Hkv, H, S), those `used`, of each cohort. Cost O(n H (D + Dv) + n D Dv)."""
+    """The sums without each cohort's keys `index` (B, Hkv, H, S), those `used`. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts.within)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
@@ -61,8 +61,8 @@ def tilted_sums(
 class TiltArgs:
     """Arguments of the sums over `count` clusters.
 
-    `facts`: "real" (B, Nk) or None; "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk);
-    "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
+    `facts`: "real" (B, Nk) or None; "label" and "half_variance" (B, Hkv, Nk); "middle", the mean key; "mean" and
+    "filled" of `Cohorts`; "index" and "used" of `tilted_sums`.
     """
 
     facts: dict[str, Any]
