@@ -15,6 +15,7 @@ from fewkeys.core.catalogue import Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
 
@@ -227,9 +228,7 @@ def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
     """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
     lists = []
     for mask in masks:
-        count = mask.shape[-1]
-        place = torch.where(mask, torch.arange(count, device=mask.device), count)
-        place = place.topk(int(mask.sum(-1).max()), -1, largest=False).values
-        lists.append(place.masked_fill(place == count, -1))
+        place = marked_places(mask)
+        lists.append(place.masked_fill(~mask.gather(-1, place), -1))
     longest = max(part.shape[-1] for part in lists)
     return Graph(inputs, rows=torch.cat([pad(part, (0, longest - part.shape[-1]), value=-1) for part in lists], 2))

@@ -6,7 +6,6 @@ The scaled queries q are taken as Gaussian, of mean m and covariance C. The *imp
 squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: important keys get more clusters.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ NEAR = 1e-5
 """The least squared distance from a centre, relative to that from the mean: less is rounding."""
 QUERY_SAMPLE = 4096
 PIECE = 2**18
-"""Numbers in one piece per thread: about half of a core's cache."""
+"""Numbers in one piece, for each thread: on a CPU about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
 """The most keys per cluster that Lloyd's steps use; half are enough if that is more than FEW_KEYS."""
 
@@ -199,22 +198,17 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
     label = torch.empty_like(nearest, dtype=torch.int64)
     centre, constant = centre.flatten(0, 1).mT, constant.flatten(0, 1).mT
     on_key, on_value = centre.split([key.shape[-1], value.shape[-1]], 1)
-    for heads, piece in _pieces(rows, centre.shape[-1]):
-        closeness = torch.baddbmm(constant[heads], rows[heads, piece], on_key[heads])
-        closeness.baddbmm_(values[heads, piece], on_value[heads])
-        nearest[heads, piece], label[heads, piece] = closeness.max(-1)
-    return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
-
-
-def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the heads and rows of (H, N, D). On a CPU, `width` numbers for each row stay in cache."""
-    heads, rows = tensor.shape[:2]
-    most = PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else at_once(tensor)
-    heads_at_once = max(1, most // max(1, rows * width))
-    step = max(1, most // width if heads_at_once == 1 else rows)
+    (heads, keys), count = nearest.shape, constant.shape[2]
+    most = PIECE * torch.get_num_threads() if rows.device.type == "cpu" else at_once(rows)
+    heads_at_once = max(1, most // max(1, keys * count))
+    step = max(1, most // count if heads_at_once == 1 else keys)
     for head in range(0, heads, heads_at_once):
-        for start in range(0, rows, step):
-            yield slice(head, head + heads_at_once), slice(start, start + step)
+        part = slice(head, head + heads_at_once)
+        for start in range(0, keys, step):
+            piece = part, slice(start, start + step)
+            closeness = torch.baddbmm(constant[part], rows[piece], on_key[part])
+            nearest[piece], label[piece] = closeness.baddbmm_(values[piece], on_value[part]).max(-1)
+    return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
 
 
 def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> Tensor:

@@ -98,16 +98,14 @@ def members(label: Tensor, sets: int, step: int, totals: Totals) -> tuple[Tensor
     """This process's rows of each set, counted through all runs, in order: (R, sets, M), -1 for none; and of these
     every `step`-th row of the whole set.
     """
-    place, _ = places(label, sets, totals)
-    label, is_sampled = label.flatten(1), pad((place % step == 0).flatten(1), (0, 1))
-    # A last place, of no row: there may be none.
-    order = pad(label.argsort(dim=1, stable=True), (0, 1), value=label.shape[1])
-    sizes = label.new_zeros((len(label), sets)).scatter_add_(1, label, torch.ones_like(label))
-    number = torch.arange(max(1, int(sizes.max())), device=label.device)
-    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + number).clamp_max(label.shape[1])
-    row, real = order.gather(1, index.flatten(1)), number < sizes.unsqueeze(-1)
-    sampled, row = is_sampled.gather(1, row).view(index.shape), row.view(index.shape)
-    return row.masked_fill(~real, -1), row.masked_fill(~(real & sampled), -1)
+    place, sizes = places(label, sets, WHOLE)
+    most = max(1, int(sizes.max()))
+    index = (label * most + place).flatten(1)
+    row = torch.arange(index.shape[1], device=label.device).expand_as(index)
+    is_sampled = (places(label, sets, totals)[0] % step == 0).flatten(1)
+    none = torch.full((len(label), sets * most), -1, device=label.device)
+    of_all, sampled = (none.scatter(1, index, part).view(-1, sets, most) for part in (row, row.where(is_sampled, -1)))
+    return of_all, sampled
 
 
 def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
