@@ -81,7 +81,7 @@ class RangeStandIns(Fields):
     """The means of M ranges of keys for every step of queries, a block of 32 positions or all queries.
 
     `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and of all; `reals`
-    (B, G + 1), float64: so for numbers of real keys, None: all; `edges` (steps, M + 1), int64: range c holds the keys
+    (B, G + 1), float64: likewise numbers of real keys, None: all; `edges` (steps, M + 1), int64: range c holds the keys
     edges_c .. edges_(c+1) - 1, whole blocks. Hence key (B, Hkv, steps, M, D), value (B, Hkv, steps, M, Dv) and size
     (B, steps, M), the number of real keys. Weights are `f(score)` times the size, less the keys that the query keeps.
     """
@@ -118,7 +118,7 @@ class RangeStandIns(Fields):
         return self.mean[..., self.head_dim :]
 
     def step(self, inputs: Inputs, start: int, stop: int) -> Tensor:
-        """Of each of the queries start .. stop - 1."""
+        """The step of each of the queries start .. stop - 1."""
         position = torch.arange(start, stop, device=self.edges.device) + inputs.offset % BLOCK
         return position // BLOCK if len(self.edges) > 1 else torch.zeros_like(position)
 

@@ -71,8 +71,6 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
         return _one(inputs)
     x, real, subset = inputs, inputs.valid_queries, sample_keys(inputs, *METRIC_SAMPLE)
     key = working(subset.take(x.key.detach()))
-    if x.shard is not None:
-        return _distributed(x, key, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
         return _split(x, rows, key, subset.real, count)
@@ -111,35 +109,25 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
 
     In the metric, the squared distance of two queries is the sum over these keys of squared differences of scores.
     """
-    sets, total, scale = rows.shape[:2], rows.shape[2], inputs.scale
+    sets, whole, scale = rows.shape[:2], inputs.whole, inputs.scale
+    total = rows.shape[2] if inputs.shard is None else inputs.gqa_ratio * whole.queries
     count, step = _at_most(count, total), max(1, total // QUERY_SAMPLE)
     filled = torch.full(sets, _filled(count, total), device=rows.device)
     if total and compiled_at_once(inputs):
         steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
         return Cohorts(*native.halve(rows, key, real, count, scale=scale, **steps), filled)
-    key, rows = centre(key, real), rows.flatten(0, 1)
-    metric = key.mT @ key
-    place = split(rows, metric.flatten(0, 1), count)
-    parts = place, *described(rows, place[..., ::step])
+    key, rows = centre(key, real, whole.totals), rows.flatten(0, 1)
+    metric = whole.totals.sum(key.mT @ key).flatten(0, 1)
+    if inputs.shard is None:
+        place = split(rows, metric, count)
+        sampled = place[..., ::step]
+    else:
+        runs = rows.unflatten(1, (inputs.gqa_ratio, inputs.queries))
+        place, sampled = members(split_apart(runs, metric, count, whole.totals), count, step, whole.totals)
+        rows = pad(rows, (0, 0, 0, 1))  # this process may have none
+    parts = place, *described(rows, sampled, whole.totals)
     place, mean, within = (part.unflatten(0, sets) for part in parts)
     return Cohorts(place, mean * scale, within * scale**2, filled)
-
-
-def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
-    """The cohorts of all processes' queries; `place` has this process's."""
-    x, totals = inputs, inputs.whole.totals
-    key = centre(key, None, totals)
-    metric = totals.sum(key.mT @ key)
-    total = x.whole.queries * x.gqa_ratio
-    count = _at_most(count, total)
-    rows = working(x.grouped_query().detach()).flatten(0, 1)
-    label = split_apart(rows, metric.flatten(0, 1), count, totals)
-    place, sampled = members(label, count, max(1, total // QUERY_SAMPLE), totals)
-    # One more row: this process may have none.
-    mean, within = described(pad(rows.flatten(1, 2), (0, 0, 0, 1)), sampled, totals)
-    place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
-    filled = torch.full((x.batch, x.kv_heads), _filled(count, total), device=place.device)
-    return Cohorts(place, mean * x.scale, within * x.scale**2, filled)
 
 
 def _filled(count: int, total: int) -> int:
