@@ -26,7 +26,7 @@ class OnlineScore(ABC):
     """Scores of keys that arrive block by block."""
 
     @abstractmethod
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
         """Include keys (B, Hkv, M, D), those `real` (B, M). A number (B, Hkv, M) is stored with each."""
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
@@ -38,16 +38,16 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     """Every block of queries keeps the `count` best of the keys before it."""
     x, keys, count = inputs, working(inputs.key.detach()), min(count, inputs.keys)
     number = keys.new_zeros((x.batch, x.kv_heads, 0))
+    valid = keys.new_ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
     index, used, lists, start = number.long(), number.bool(), [], 0
     for block in range(x.offset // CAUSAL_BLOCK, (x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
         complete = min(block * CAUSAL_BLOCK, x.keys)
         while start < complete:
             stop = min(start + CAUSAL_BLOCK, complete)
             new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
-            real = None if x.valid is None else x.valid[:, start:stop]
-            is_real = torch.ones_like(new, dtype=torch.bool) if real is None else real[:, None].expand_as(new)
-            pairs = (index, new), (used, is_real), (number, score.offer(keys[:, :, start:stop], real))
-            index, used, number = (torch.cat(pair, -1) for pair in pairs)
+            real = valid[:, start:stop]
+            offered = new, real[:, None].expand_as(new), score.offer(keys[:, :, start:stop], real)
+            index, used, number = (torch.cat(pair, -1) for pair in zip((index, used, number), offered, strict=True))
             if index.shape[-1] > count:
                 present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number)
                 place, _ = top_places(present.masked_fill(~used, -torch.inf), count)

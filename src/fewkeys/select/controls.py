@@ -54,7 +54,7 @@ class RandomKeys(CountedSelector):
 
 
 class _Norms(OnlineScore):
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
         return key.square().sum(-1)
 
 
@@ -62,12 +62,12 @@ class _Draws(OnlineScore):
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.generator = inputs, generator_of(inputs)
 
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
         return uniform(self.inputs, key.shape[:3], self.generator).to(key.dtype)
 
 
 def _norms(inputs: Inputs) -> Tensor:
-    return _Norms().offer(working(inputs.key.detach()), None)
+    return working(inputs.key.detach()).square().sum(-1)
 
 
 def _draws(inputs: Inputs) -> Tensor:

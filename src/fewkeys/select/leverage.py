@@ -103,15 +103,13 @@ class _RunningLeverage(OnlineScore):
     """By the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
     def __init__(self, key: Tensor, centre: bool) -> None:
-        batch, heads, _, dim = key.shape
-        shapes = (batch, heads, dim, dim), (batch, heads, 1, dim), (batch, 1, 1, 1)
-        self.gram, self.total, self.count = (key.new_zeros(shape, dtype=torch.float64) for shape in shapes)
+        self.gram = self.total = self.count = key.new_zeros((), dtype=torch.float64)
         self.centre = centre
 
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        self.gram += gram64(key)
-        self.total += key.sum(-2, keepdim=True, dtype=torch.float64)
-        self.count += key.shape[2] if real is None else real.sum(-1)[:, None, None, None]
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
+        self.gram = self.gram + gram64(key)
+        self.total = self.total + key.sum(-2, keepdim=True, dtype=torch.float64)
+        self.count = self.count + real.sum(-1)[:, None, None, None]
         return key.new_zeros(key.shape[:3])
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:

@@ -98,14 +98,20 @@ def query_covariance(inputs: Inputs) -> Tensor:
     return covariance.where(variance > 64 * torch.finfo(size.dtype).eps * size, 0.0)
 
 
-def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
-    """Every s-th real query (B, Hq, M, D), filled up with zeros, and their number for a key head."""
-    query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
-    if real is None:
-        stride = max(1, whole.queries // QUERY_SAMPLE)
-        return query[:, :, -whole.first_query % stride :: stride], -(-whole.queries // stride) * inputs.gqa_ratio
-    subset, chosen = sample(real, QUERY_SAMPLE)
-    return subset.take(query), (chosen.sum(-1)[:, None, None, None] * inputs.gqa_ratio).clamp_min(1)
+def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Every s-th real query (B, Hq, M, D), filled up with zeros, and their number (B, 1, 1, 1) for a key head."""
+    real, whole = inputs.valid_queries, inputs.whole
+    stride = max(1, whole.queries // QUERY_SAMPLE)
+    subset = Subset(stride, -whole.first_query % stride) if real is None else sample(real, QUERY_SAMPLE)
+    count = _count(inputs, subset.real, -(-whole.queries // stride), inputs.gqa_ratio)
+    return subset.take(inputs.query.detach()), count
+
+
+def _count(inputs: Inputs, real: Tensor | None, every: int, times: int = 1) -> Tensor:
+    """(B, 1, 1, 1): `times` how many are `real` (B, N), None: `every` one; at least 1."""
+    if real is None:  # kernels read float32, and calls are recorded that convert nothing
+        return torch.full((inputs.batch, 1, 1, 1), every * times, dtype=torch.float32, device=inputs.query.device)
+    return (times * real.sum(-1)[:, None, None, None]).clamp_min(1)
 
 
 @statistic
@@ -124,9 +130,7 @@ def frame(inputs: Inputs) -> Frame:
             return _compiled_frame(inputs, key, value)
     moments = query_moments(inputs)
     second, root = moments.second, triangular_root(moments.second, RIDGE)
-    dtype, count = second.dtype, second.new_full((1, 1, 1, 1), inputs.whole.keys)
-    if inputs.valid is not None:
-        count = inputs.valid.sum(-1)[:, None, None, None].clamp_min(1)
+    dtype, count = second.dtype, _count(inputs, inputs.valid, inputs.whole.keys)
     square = torch.linalg.vector_norm(value.flatten(2), dim=-1, dtype=dtype).square()[..., None, None]
     sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
     mean, value_mean, mean_square = (inputs.whole.totals.sum(part) / count for part in sums)
@@ -138,15 +142,9 @@ def frame(inputs: Inputs) -> Frame:
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame:
     """The frame and the query moments by a kernel."""
-    queries, count = _query_sample(inputs)
-    real = inputs.keys if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1)
-    asked, real = (
-        torch.full((inputs.batch,), part, dtype=torch.float32, device="cpu")
-        if isinstance(part, int)
-        else part.flatten().float()
-        for part in (count, real)
-    )
-    statistics = native.frame(queries, key, value, asked, real, scale=inputs.scale, ridge=RIDGE)
+    queries, asked = _query_sample(inputs)
+    counts = (count.flatten().float() for count in (asked, _count(inputs, inputs.valid, inputs.keys)))
+    statistics = native.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
     covariance = statistics.pop("covariance")
     inputs.remember((query_moments,), lambda: moments)

@@ -34,23 +34,21 @@ class Subset:
         return rows[:, :, : self.real.shape[1]] * self.real[:, None, :, None].to(rows.dtype)
 
 
-def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """About `most` (an int, or (B, 1)) of the true entries of `real` (B, N); and the `real` of this subset."""
+def sample(real: Tensor, most: int | Tensor) -> Subset:
+    """About `most` (an int, or (B, 1)) of the true entries of `real` (B, N)."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())
     if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
-        sampled = sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))]
-        return Subset(step, real=sampled), sampled
+        return Subset(step, real=sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))])
     index = marked_places(sampled, least=1)
-    sampled = sampled.gather(-1, index)
-    return Subset(index=index, real=sampled), sampled
+    return Subset(index=index, real=sampled.gather(-1, index))
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
     """About a quarter of the real keys of every sequence, from `least` to `most`."""
     if inputs.valid is not None:
-        return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))[0]
+        return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))
     stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
     return Subset(stride, -inputs.whole.first_key % stride)
 
