@@ -59,7 +59,7 @@ class BlockMeans(CountedRest):
         else:
             blocks = -(-x.keys // BLOCK)
             ranges = [[c * blocks // self.count for c in range(self.count + 1)]]
-        edges = torch.tensor([[min(x.keys, BLOCK * edge) for edge in step] for step in ranges], device=x.key.device)
+        edges = (BLOCK * torch.tensor(ranges, device=x.key.device)).clamp_max(x.keys)
         return RangeStandIns(totals, reals, edges, x.head_dim, working_dtype(x.query.dtype))
 
 

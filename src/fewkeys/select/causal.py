@@ -40,20 +40,20 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     number = keys.new_zeros((x.batch, x.kv_heads, 0))
     valid = keys.new_ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
     index, used, lists, start = number.long(), number.bool(), [], 0
-    for block in range(x.offset // CAUSAL_BLOCK, (x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
+    for block in range((x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
         complete = min(block * CAUSAL_BLOCK, x.keys)
-        while start < complete:
-            stop = min(start + CAUSAL_BLOCK, complete)
-            new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
-            real = valid[:, start:stop]
-            offered = new, real[:, None].expand_as(new), score.offer(keys[:, :, start:stop], real)
+        if start < complete:
+            new = torch.arange(start, complete, device=keys.device).expand(x.batch, x.kv_heads, -1)
+            real = valid[:, start:complete]
+            offered = new, real[:, None].expand_as(new), score.offer(keys[:, :, start:complete], real)
             index, used, number = (torch.cat(pair, -1) for pair in zip((index, used, number), offered, strict=True))
             if index.shape[-1] > count:
                 present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number)
                 place, _ = top_places(present.masked_fill(~used, -torch.inf), count)
                 index, used, number = (part.gather(-1, place) for part in (index, used, number))
-            start = stop
-        lists.append(_filled(x, index, used, complete, count))
+            start = complete
+        if block >= x.offset // CAUSAL_BLOCK:
+            lists.append(_filled(x, index, used, complete, count))
     index, used = (torch.stack(parts, 2) for parts in zip(*lists, strict=True))
     return Graph(x, columns=Columns(index, used, CAUSAL_BLOCK))
 

@@ -30,8 +30,9 @@ class KeyScan(CountedSelector):
     and there is no own block.
 
     Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
-    reads 18 bytes a key of 64 dimensions, not 512. Source: codes after RaBitQ (Gao and Long, 2024) and TurboQuant
-    (Zandieh et al., 2025); Loki, PQCache, MagicPIG and HashAttention scan cheap scores, too.
+    reads 18 bytes a key of 64 dimensions, not 512. Sources: RaBitQ (Gao and Long, SIGMOD 2024)
+    and TurboQuant (Zandieh et al., 2025) for codes after a random rotation; Loki, PQCache, MagicPIG and HashAttention
+    scan cheap scores, too.
     """
 
     causal = True

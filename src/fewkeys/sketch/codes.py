@@ -15,8 +15,7 @@ is q . (k_j - m) up to rounding and to a factor that the query's keys share: an 
 from m count as if they were at 8. Sums in a fixed order, exact products and correctly rounded operations make every
 implementation choose the same keys.
 
-Sources: RaBitQ (Gao and Long, SIGMOD 2024) and TurboQuant (Zandieh et al., 2025) for a random rotation before scalar
-codes; fast scans (Andre et al., 2017) for tables of pairs in registers.
+Source of tables of pairs in registers: fast scans (Andre et al., 2017). `KeyScan` names the others.
 """
 
 from __future__ import annotations

@@ -24,20 +24,16 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Rows
     of a set stay in their order; places without a row come last.
     """
-    (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
-    place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
-    size, rows = many + fill, pad(rows, (0, 0, 0, fill))
-    while size > (many + fill) // count:
-        parts, real = rows.reshape(-1, size, dim), (place >= 0).reshape(-1, size)
-        metrics = metric.repeat_interleave(parts.shape[0] // sets, 0)
-        step = _sample_step(size)
-        along = _direction(parts[:, ::step], real[:, ::step], metrics)
+    sets, many = rows.shape[:2]
+    place = pad(torch.arange(many, device=rows.device), (0, -many % count), value=-1).expand(sets, 1, -1)
+    while place.shape[1] < count:
+        parts, real = take(rows, place.clamp_min(0)).flatten(0, 1), (place >= 0).flatten(0, 1)
+        step = _sample_step(place.shape[2])
+        along = _direction(parts[:, ::step], real[:, ::step], metric.repeat_interleave(place.shape[1], 0))
         order = (parts @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
-        order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
-        rows = take(parts, order).reshape(rows.shape)
-        place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
-        size //= 2
-    return place.reshape(sets, count, size)
+        halves = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
+        place = place.flatten(0, 1).gather(1, halves).view(sets, 2 * place.shape[1], -1)
+    return place
 
 
 def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Sums over the keys that a cohort of queries does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
-are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2, as for a query that is at t between indifferent to the
-cluster (0) and fully attending to it (1).
+are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2 (`rest.ClusterMeans` has the reason).
 """
 
 from dataclasses import dataclass
