@@ -62,7 +62,7 @@ def score_rows(rows: Tensor, root: Tensor) -> Tensor:
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """The powers of two above positive `sizes`, and 1 for zero: factors that do not round."""
+    """The powers of two just above positive `sizes`, and 1 for zero: factors that do not round."""
     return torch.ldexp(torch.ones_like(sizes), torch.frexp(sizes).exponent)
 
 

@@ -35,7 +35,7 @@ class Subset:
 
 
 def sample(real: Tensor, most: int | Tensor) -> Subset:
-    """About `most` (an int, or (B, 1)) of the true entries of `real` (B, N)."""
+    """Every s-th true entry of `real` (B, N), about `most` (an int, or (B, 1)) of each row."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())
