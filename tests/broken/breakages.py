@@ -335,7 +335,7 @@ BREAKAGES = (
     Breakage(
         "a selector that compares all pairs of keys",
         "select/controls.py",
-        "return shared_top(inputs, _Norms().offer(working(inputs.key.detach()), None), self.count)",
+        "return shared_top(inputs, _norms(inputs), self.count)",
         "return shared_top(inputs, (inputs.key @ inputs.key.mT).square().sum(-1), self.count)",
         (TORCH_WORK,),
     ),
@@ -469,8 +469,8 @@ BREAKAGES = (
     Breakage(
         "shards: of equal scores none goes left",
         "sketch/halves.py",
-        "return (number < middle) | first_of_equal | _by_set",
-        "return (number < middle) | _by_set",
+        "return smaller | (equal & (place < _by_set(left, label))) | _by_set",
+        "return smaller | _by_set",
         (APART,),
     ),
     Breakage(

@@ -111,8 +111,8 @@ PROMISES = (
     Breakage(
         "statistics are float32: counts are made on the default device",
         "sketch/clusters.py",
-        'part, dtype=torch.float32, device="cpu")',
-        "part, dtype=torch.float32)",
+        "every * times, dtype=torch.float32, device=inputs.query.device)",
+        "every * times, dtype=torch.float32)",
         (Law("parts/test_defaults", "default_device and auto"),),
     ),
     Breakage(

@@ -1,4 +1,4 @@
-"""The base of all rests, and the stand-ins that they make."""
+"""The base of rests, and the stand-ins that they make."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class StandIns(Fields):
 
         n_c = mass_hc (keys j of label_j = c that the query does not keep) / size_hc,
 
-    where size_hc counts these keys outside the list that all queries of the cohort share: each further key that a query
-    keeps takes an equal part. Under a bias of distances a key counts exp(bias) times. The value is `value_hc`, plus the
-    first-order term `factor_hc u right_h`, `u = min(max(q left_h - middle, -reach), reach)`.
+    where size_hc counts the keys of c outside the cohort's list: each further key that a query keeps takes an equal
+    part. Under a bias of distances a key counts exp(bias) times. The value is `value_hc`, plus the first-order term
+    `factor_hc u right_h`, `u = min(max(q left_h - middle, -reach), reach)`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv), mass, size, bias and factor (B, Hkv, H, C), curvature
     (B, Hkv, H, D, D), left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv) or None (identity), bounds (B, Hkv, H, 2, r):
@@ -56,14 +56,14 @@ class StandIns(Fields):
         return self.key.shape[3]
 
     def member(self, unkept: Tensor) -> Tensor:
-        """(B, Hkv, Nk, C), with stand-ins of all queries: what each key counts for, of those of `unkept`."""
+        """(B, Hkv, Nk, C), H = 1: what each of the `unkept` keys counts for."""
         part = (self.mass / self.size.clamp_min(1)).squeeze(2).gather(-1, self.label)
         return members(self.label, unkept * part, self.count)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockStandIns(Fields):
-    """M stand-ins per key head and block of queries (of the graph's columns): a summary of the past of each block.
+    """M stand-ins for the past of each block of queries (of the graph's columns).
 
     Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places without
     a stand-in, size (B, Hkv, blocks, M): the number of keys. Weights are `f(score)` times the size, under `Softmax`
@@ -123,7 +123,7 @@ class RangeStandIns(Fields):
         return position // BLOCK if len(self.edges) > 1 else torch.zeros_like(position)
 
     def remaining(self, step: int, size: Tensor, index: Tensor) -> Tensor:
-        """The `size` (..., M) of the ranges of a step, less the keys at `index` (..., K); -1 for none."""
+        """The `size` (..., M) of a step, less the keys at `index` (..., K), -1 for none."""
         # Ranges may be empty: a key is in the last one that begins at it or before it.
         place = torch.searchsorted(self.edges[step], index.clamp_min(0), right=True) - 1
         kept = size.new_zeros((*index.shape[:-1], self.count))
@@ -134,7 +134,7 @@ AnyStandIns = StandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for the keys that are not kept. What is not abstract has a safe default."""
+    """A rule that makes stand-ins for the keys that are not kept. What is not abstract has a safe default."""
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
@@ -143,28 +143,28 @@ class Rest(Listed, ABC):
 
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
-        """The stand-ins for all keys outside the graph's shared columns; None: nothing stands in."""
+        """Stand-ins for all keys outside the graph's shared columns; None: there are none."""
 
     @abstractmethod
     def slots(self, head_dim: int, value_dim: int) -> float:
-        """What a query pays for the stand-ins, in units of one key: 2 (D + Dv) operations."""
+        """What the stand-ins cost a query, in units of a key: 2 (D + Dv) operations."""
 
     @abstractmethod
     def work(self, inputs: Inputs, keep: Selector) -> Work:
-        """The cost of summarising and of the stand-ins beside `keep`."""
+        """The cost of making the stand-ins and of attending to them, beside `keep`."""
 
     @property
     def running(self) -> int | None:
-        """How many stand-ins a stream keeps for all evicted keys; None: the rule must see every key."""
+        """How many stand-ins a stream holds for all evicted keys; None: the rule must see every key."""
         return None
 
     @property
     def clusters(self) -> int:
-        """The number of clusters that the rule reads, which plans with the same number share."""
+        """The number of clusters; plans with the same number share them."""
         return 0
 
     def check_beside(self, keep: Selector) -> None:
-        """Raise `ValueError` where the stand-ins cannot be made beside `keep`; by default beside lists of cohorts."""
+        """Raise `ValueError` where they cannot be made beside `keep`; by default beside lists of cohorts."""
         if keep.cohort_lists > 1:
             raise ValueError(
                 f"keep: {type(self).__name__} has no stand-ins for cohorts of queries, got {keep}; use "
@@ -172,7 +172,7 @@ class Rest(Listed, ABC):
             )
 
     def check(self, weights: Weights) -> None:
-        """Raise `ValueError` where the stand-ins have no meaning under `weights`."""
+        """Raise `ValueError` where they have no meaning under `weights`."""
         if not weights.has_sum:
             raise ValueError(
                 f"rest: {type(self).__name__} needs weights that are f(score) over a sum, which "
@@ -185,6 +185,7 @@ class Drop(Rest):
     """Nothing stands in: the weights are renormalised over the kept keys."""
 
     causal: ClassVar[bool] = True
+    running = 0
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
         return None
@@ -194,10 +195,6 @@ class Drop(Rest):
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         return Work(0.0)
-
-    @property
-    def running(self) -> int:
-        return 0
 
     def check_beside(self, keep: Selector) -> None:
         return None
@@ -220,7 +217,7 @@ class CountedRest(Rest, ABC, listed=False):
 
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
-    """(B, Hkv, Nk), 1 for real keys outside the list that all queries share and 0 elsewhere, in working precision."""
+    """(B, Hkv, Nk): 1 for real keys outside the list that all queries share, else 0, in working precision."""
     x, shared = inputs, graph.shared
     free = x.key.new_ones((x.batch, x.kv_heads, x.keys), dtype=torch.bool)
     if shared is not None:
@@ -230,7 +227,7 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
 
 
 def value_shift(query: Tensor, left: Tensor, right: Tensor | None, bounds: Tensor | None) -> Tensor:
-    """`u_i right` (..., M, Dv) of `StandIns` for queries (..., M, D): the first-order term before the factors.
+    """`u right` (..., M, Dv) of `StandIns` for queries (..., M, D).
 
     u has the size of the values, whatever the scores: no precision is lost by cancellation.
     """

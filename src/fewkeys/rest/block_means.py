@@ -23,7 +23,7 @@ from fewkeys.sketch.codes import BLOCK
 class BlockMeans(CountedRest):
     """Beside `KeyScan`: at most `count` ranges of the past, each represented by its mean key and mean value.
 
-    A query whose own block is the s-th (from 0) has the s blocks of 32 keys before it in ranges that begin
+    If a query's own block is the s-th (from 0), the s blocks of 32 keys before it are in ranges that begin
 
         a_c = max(c, floor(s^(c / count)))   c = 1 .. count
 
@@ -31,7 +31,7 @@ class BlockMeans(CountedRest):
     keys that the query did not keep; its means are those of all its keys. Without causality all queries have `count`
     ranges of equal length. Strictly causal.
 
-    Slots: count. Cost O(n (D + Dv)) for the sums, O(n count / 32 (D + Dv)) for the means. Gradients flow through them.
+    Slots: count. Cost O(n (1 + count / 32) (D + Dv)). Gradients flow through the means.
     """
 
     causal: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class BlockMeans(CountedRest):
         return self.of_totals(inputs, _sums(inputs.key, inputs.value), reals)
 
     def of_totals(self, inputs: Inputs, totals: Tensor, reals: Tensor | None) -> RangeStandIns:
-        """The stand-ins from the first two fields of `RangeStandIns`."""
+        """From the first two fields of `RangeStandIns`."""
         x = inputs
         if x.is_causal:
             last = (x.offset + x.queries - 1) // BLOCK
@@ -59,25 +59,25 @@ class BlockMeans(CountedRest):
         else:
             blocks = -(-x.keys // BLOCK)
             ranges = [[c * blocks // self.count for c in range(self.count + 1)]]
-        edges = torch.tensor([[min(x.keys, BLOCK * edge) for edge in step] for step in ranges], device=x.key.device)
+        edges = (BLOCK * torch.tensor(ranges, device=x.key.device)).clamp_max(x.keys)
         return RangeStandIns(totals, reals, edges, x.head_dim, working_dtype(x.query.dtype))
 
 
 @lru_cache(4096)
 def _ranges(s: int, count: int) -> list[int]:
-    """Where the ranges of queries whose own block is the s-th begin, and the last one ends, in blocks."""
+    """Where ranges before the s-th block begin, and the last one ends, in blocks."""
     ages = [min(s, max(c, int(s ** (c / count) + 1e-9))) for c in range(1, count)]
     return [s - age for age in (s, *reversed(ages), 0)]
 
 
 def _sums(*parts: Tensor) -> Tensor:
-    """(B, H, G + 1, X + ..), float64: sums over rows (B, H, N, X), .. before each of G blocks, and before the end."""
+    """(B, H, G + 1, X + ..), float64: sums of rows (B, H, N, X), .. before each of G blocks, and of all."""
     fill = -parts[0].shape[2] % BLOCK
     sums = [block_sums(pad(rows, (0, 0, 0, fill)) if fill else rows) for rows in parts]
     return pad(torch.cat(sums, -1).cumsum(2), (0, 0, 1, 0))
 
 
 def block_sums(rows: Tensor) -> Tensor:
-    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X), each taken in float32 or better."""
+    """(..., N / 32, X), float64: sums of blocks of rows (..., N, X), taken in float32 or better."""
     blocks = rows.unflatten(-2, (-1, BLOCK))
     return torch.sum(blocks, -2, dtype=torch.promote_types(rows.dtype, torch.float32)).double()

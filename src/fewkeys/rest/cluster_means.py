@@ -1,4 +1,4 @@
-"""Cluster means: every group of similar keys is one more key."""
+"""Every group of similar keys is one more key."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ from fewkeys.sketch.sums import sums_by_label
 from fewkeys.sketch.tilted import LARGEST_TILT, tilted_sums
 
 REACH = 0.25
-"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
+"""How far the first-order term reaches along each direction, in units of rms |v - mean v|."""
 LARGEST_SPREAD = 2.0
-"""The largest factor f_c of a cluster's first-order term."""
+"""The largest factor f_c."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ClusterMeans(CountedRest):
         key_c = sum e_j k_j / sum e_j        value_c = sum e_j v_j / sum e_j
         weight = (sum e_j) (the part of these keys that q does not keep) exp(scale q . key_c - t (g(key_c) - g_c))
 
-    so the mass is right at that query. `rank` r > 0 adds the first order, since the value moves with the key:
+    so the mass is right at that query. `rank` r > 0 adds the first order:
 
         value_c + f_c (q - t (m + C key_c))^T S,   S = sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
 
@@ -54,8 +54,7 @@ class ClusterMeans(CountedRest):
     O(n H (D + Dv)) besides; `Softmax` only.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c. Gradients flow through
-    the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are choices and carry none.
-    Not causal.
+    the means and S, not through clusters, e_j, f_c, the subspace of S and the correction of the mass. Not causal.
     """
 
     rank: int = 0
@@ -102,7 +101,6 @@ class ClusterMeans(CountedRest):
 
 
 def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
-    """Plain means of the keys and values of every cluster."""
     x, totals = inputs, inputs.whole.totals
     label, share = clusters(x, count).label, unkept(x, graph)
     rows = torch.cat([torch.ones_like(share).unsqueeze(-1), working(x.key), working(x.value)], -1)
@@ -113,25 +111,21 @@ def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
 
 
 def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
-    """The stand-ins of all queries, or of the cohorts that `graph` has lists for.
-
-    S is pooled over cohorts; bounds are around each cohort's own t m_h S.
-    """
-    x, cohort, rank = inputs, cohorts(inputs, rest.cohorts), rest.rank
+    """S is pooled over cohorts; bounds are around each cohort's own t m_h S."""
+    x, cohort = inputs, cohorts(inputs, rest.cohorts)
     columns = graph.shared if cohort.are_one else graph.columns
     if columns is None and cohort.are_one:
         empty = cohort.place[..., :0]
         columns = cohort.lists(empty, empty.bool())
     if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
-    cluster, tilt = clusters(x, rest.count), cohort.tilt
+    cluster, tilt, rank = clusters(x, rest.count), cohort.tilt, min(rest.rank, x.head_dim, x.value_dim)
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
-    middle, together = frame(x).mean, sums.together
+    middle, unit = frame(x).mean, frame(x).unit
     if compiled_at_once(x) and not wants_gradient(x.key, x.value):
         tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}
-        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": frame(x).unit}
+        tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": unit}
         numbers = {"tilt": tilt, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
-        rank = min(rank, x.head_dim, x.value_dim)
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         return StandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
     mass, within = _at_least_tiny(sums.mass).unsqueeze(-1), cohort.within.unsqueeze(2)
@@ -142,40 +136,26 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
         importance = (offset * mean_query).sum(-1) + 0.5 * square
         bias = (tilt * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
-    if together is None:
+    if sums.together is None:
         return StandIns(key, value, sums.mass, sums.size, cluster.label, bias)
     between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
-    pooled = (together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
+    pooled = (sums.together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
+    pooled = pooled.unsqueeze(2)
+    with constants():
+        right = top_subspace(product(product(pooled.mT, within), pooled), rank).mT
+    left = product(pooled, right.mT)
     with constants():
         factor = _spread_factor(sums.energy / mass.squeeze(-1), square, sums.mass)
+        around = tilt * mean_query @ left
+        bounds = torch.cat([around, (REACH / unit.unsqueeze(2)).expand_as(around)], -2)
         reference = tilt * (mean_query + on_key)
-    left, right, bounds, moved = _first_order(
-        pooled.unsqueeze(2), within, rank, tilt * mean_query, reference, frame(x).unit.unsqueeze(2)
-    )
-    value = value - factor.unsqueeze(-1) * moved
-    left, right = (part.expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
+    value = value - factor.unsqueeze(-1) * value_shift(reference, left, right, bounds)
+    left, right = (part.expand(-1, -1, cohort.count, -1, -1) for part in (left, right))
     return StandIns(key, value, sums.mass, sums.size, cluster.label, bias, left, right, factor, bounds=bounds)
 
 
-def _first_order(
-    pooled: Tensor, metric: Tensor, rank: int, middle: Tensor, reference: Tensor, unit: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`left`, `right` and `bounds` of `StandIns` from S (..., D, Dv), and the values' move (..., C, Dv) at `reference`.
-
-    S is cut to the rank in the metric (..., D, D) of queries; `middle` (..., 1, D): t times the mean query; reference
-    (..., C, D): the queries at which the values are right; `unit`: of `Frame`.
-    """
-    with constants():
-        right = top_subspace(product(product(pooled.mT, metric), pooled), min(rank, *pooled.shape[-2:])).mT
-    left = product(pooled, right.mT)
-    with constants():
-        around = middle @ left
-        bounds = torch.cat([around, (REACH / unit).expand_as(around)], -2)
-    return left, right, bounds, value_shift(reference, left, right, bounds)
-
-
 def _spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
-    """f_c (..., C) from the mean `energy` `E (q . k_j)^2` of a cluster's keys and the `square` of its mean key."""
+    """f_c (..., C) from `energy`, the mean `E (q . k_j)^2` of a cluster's keys, and the `square` of its mean key."""
     # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
     spread = torch.where(energy - square > 64 * torch.finfo(energy.dtype).eps * energy, energy - square, 0.0)
     mean = (spread * mass).sum(-1, keepdim=True) / _at_least_tiny(mass.sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Means of the past: a fixed number of stand-ins for all keys that a causal plan has evicted."""
+"""A fixed number of stand-ins for all keys that a causal plan has evicted."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,9 +19,9 @@ class RunningMeans(CountedRest):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
     Beside `RecentBlocks`, with or without `Sinks`. When a block of queries begins, a summary of `count` means absorbs
-    the keys that no list holds any more, and merges the means whose merging costs least in the metric of the queries
-    before the block (`fewkeys.past.summary` has the equations). Sequences may come whole, in pieces (`fewkeys.stream`)
-    or token by token.
+    the keys that no list holds any more, and merges the means whose merging costs least in the metric of earlier
+    queries (`fewkeys.past.summary` has the equations). Sequences may come whole, in pieces (`fewkeys.stream`) or token
+    by token.
 
     Memory for a whole sequence is count / block times that of the keys and values. Slots: count. Cost
     O(n (count + block)^2 / block (D + Dv)). Gradients flow through the means, not through clusters and weights.

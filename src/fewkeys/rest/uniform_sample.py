@@ -27,7 +27,7 @@ class UniformSample(CountedRest):
     """
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
-        # The draw, the order and the ranks of all keys.
+        # The draw, the order and the ranks.
         return Work(float(self.count), 3 * PER_SORTED)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:

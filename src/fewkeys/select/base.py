@@ -1,4 +1,4 @@
-"""The base of all selectors."""
+"""The base of selectors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fewkeys.core.catalogue import Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
 
@@ -28,9 +29,8 @@ class Recent(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """The part of the past that a causal rule may still read: so many `latest` keys, counted from each query's own
-    place; `recent` blocks of positions, evicted at once; so many `first` real keys; all keys, for a `scan` that chooses
-    so many of them.
+    """The part of the past that a causal rule may still read: the `latest` keys, counted from the query's own place;
+    `recent` blocks of positions, evicted at once; the `first` real keys; all keys, for a `scan` that chooses so many.
     """
 
     latest: int = 0
@@ -42,7 +42,7 @@ class Remembered:
 @dataclass(frozen=True)
 class Sharded:
     """How a rule chooses without causality among keys that are split over processes: the `count` largest scores, or all
-    of at least `least`. `score` gives the scores (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
+    of at least `least`. `score` gives those (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
     """
 
     score: Callable[[Inputs], Tensor]
@@ -53,29 +53,29 @@ class Sharded:
 class Selector(Listed, ABC):
     """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
 
-    Plans, streams, shards and tuning read what each rule states here. What is not abstract has a safe default.
+    What is not abstract has a safe default.
     """
 
     is_oracle: ClassVar[bool] = False
     """Whether the rule scores every pair, at the cost of exact attention."""
     beside_cohorts: ClassVar[bool] = False
-    """Whether the rule chooses by position alone, and so may be combined with lists of cohorts."""
+    """Whether the rule may be combined with lists of cohorts: it chooses by position alone."""
 
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
         """The kept edges. No gradient flows through the choice."""
 
     def beside(self, inputs: Inputs, kept: Graph) -> Graph:
-        """`kept` united with the edges of the rule, which may depend on `kept`."""
+        """`kept` and the edges of the rule, which may depend on `kept`."""
         return kept | self.select(inputs)
 
     @abstractmethod
     def covers(self, inputs: Inputs) -> bool:
-        """Whether every visible key is kept whatever the data, so that the plan is exact attention."""
+        """Whether every visible key is kept whatever the data: exact attention."""
 
     @property
     def cohort_lists(self) -> int:
-        """How many cohorts of queries have a list each."""
+        """How many cohorts of queries have lists of their own."""
         return 1
 
     @property
@@ -110,7 +110,7 @@ class Selector(Listed, ABC):
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
-        Only `Outliers` looks at the values, by default the keys. Places include padding.
+        Only `Outliers` looks at the values; None: the keys. Places include padding.
         """
         inputs = check_inputs(query, key, key if value is None else value, **options)
         with full_precision():
@@ -119,7 +119,7 @@ class Selector(Listed, ABC):
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
         """Raise `ValueError` where a query keeps a later key, or later keys change what it keeps: a test of new rules.
 
-        Arguments as in `graph`, as many queries as keys. Cost O(n^2).
+        As many queries as keys; else as `graph`. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()
@@ -141,7 +141,7 @@ class Selector(Listed, ABC):
 
 @dataclass(frozen=True)
 class CountedSelector(Selector, ABC, listed=False):
-    """A rule that keeps `count` keys for every query."""
+    """A rule that keeps `count` keys."""
 
     count: int
 
@@ -201,12 +201,12 @@ class Union(Selector, listed=False):
 
 
 def united(parts: Sequence[Selector]) -> Selector:
-    """The rule that keeps what any of `parts` keeps."""
+    """`Union(parts)`, or the only part."""
     return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
 def shared_top(inputs: Inputs, score: Tensor, count: int) -> Graph:
-    """The graph in which all queries keep the `count` valid keys of largest `score` (B, Hkv, Nk)."""
+    """All queries keep the `count` valid keys of largest `score` (B, Hkv, Nk)."""
     index, used = top_places(of_valid(inputs, score), count)
     return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
 
@@ -217,9 +217,9 @@ def of_valid(inputs: Inputs, score: Tensor) -> Tensor:
 
 
 def top_places(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The places of the `count` largest scores (..., N), and which are used: those above -inf."""
+    """The places of the `count` largest scores (..., N), ascending, and which of them are above -inf."""
     top = score.topk(min(count, score.shape[-1]), -1)
-    # Sorted places: the order of summation must not depend on the scores.
+    # The order of summation must not depend on the scores.
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
 
@@ -228,9 +228,7 @@ def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
     """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
     lists = []
     for mask in masks:
-        count = mask.shape[-1]
-        place = torch.where(mask, torch.arange(count, device=mask.device), count)
-        place = place.topk(int(mask.sum(-1).max()), -1, largest=False).values
-        lists.append(place.masked_fill(place == count, -1))
+        place = marked_places(mask)
+        lists.append(place.masked_fill(~mask.gather(-1, place), -1))
     longest = max(part.shape[-1] for part in lists)
     return Graph(inputs, rows=torch.cat([pad(part, (0, longest - part.shape[-1]), value=-1) for part in lists], 2))

@@ -2,8 +2,8 @@
 
 When a block of absolute positions is complete, its keys are scored together with the keys kept so far, and the best
 `count` stay for the queries of the next block; evicted keys never return. Free places of a list go to the block's own
-keys in order, under the causal mask: a budget of all keys is exact attention. Cost O(n (count + block)) scores, memory
-independent of n besides the lists.
+keys in order, under the causal mask: a budget of all keys is exact attention. Cost O(n (count + block)) scores; memory
+besides the lists does not grow with n.
 """
 
 from abc import ABC, abstractmethod
@@ -23,43 +23,43 @@ CAUSAL_BLOCK = 32
 
 
 class OnlineScore(ABC):
-    """Scores of keys that arrive block by block, in one call."""
+    """Scores of keys that arrive block by block."""
 
     @abstractmethod
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        """Include keys (B, Hkv, M, D), of which `real` (B, M) count. The result (B, Hkv, M) is stored with them."""
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
+        """Include keys (B, Hkv, M, D), those `real` (B, M). A number (B, Hkv, M) is stored with each."""
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
-        """The present scores (B, Hkv, M) of keys offered earlier; `number`: what `offer` returned for them."""
+        """The present scores (B, Hkv, M) of keys that were offered, and their `number`."""
         return number
 
 
 def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
-    """The graph in which every block of queries keeps the `count` best of the keys before it."""
+    """Every block of queries keeps the `count` best of the keys before it."""
     x, keys, count = inputs, working(inputs.key.detach()), min(count, inputs.keys)
     number = keys.new_zeros((x.batch, x.kv_heads, 0))
+    valid = keys.new_ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
     index, used, lists, start = number.long(), number.bool(), [], 0
-    for block in range(x.offset // CAUSAL_BLOCK, (x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
+    for block in range((x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
         complete = min(block * CAUSAL_BLOCK, x.keys)
-        while start < complete:
-            stop = min(start + CAUSAL_BLOCK, complete)
-            new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
-            real = None if x.valid is None else x.valid[:, start:stop]
-            is_real = torch.ones_like(new, dtype=torch.bool) if real is None else real[:, None].expand_as(new)
-            pairs = (index, new), (used, is_real), (number, score.offer(keys[:, :, start:stop], real))
-            index, used, number = (torch.cat(pair, -1) for pair in pairs)
+        if start < complete:
+            new = torch.arange(start, complete, device=keys.device).expand(x.batch, x.kv_heads, -1)
+            real = valid[:, start:complete]
+            offered = new, real[:, None].expand_as(new), score.offer(keys[:, :, start:complete], real)
+            index, used, number = (torch.cat(pair, -1) for pair in zip((index, used, number), offered, strict=True))
             if index.shape[-1] > count:
                 present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number)
                 place, _ = top_places(present.masked_fill(~used, -torch.inf), count)
                 index, used, number = (part.gather(-1, place) for part in (index, used, number))
-            start = stop
-        lists.append(_filled(x, index, used, complete, count))
+            start = complete
+        if block >= x.offset // CAUSAL_BLOCK:
+            lists.append(_filled(x, index, used, complete, count))
     index, used = (torch.stack(parts, 2) for parts in zip(*lists, strict=True))
     return Graph(x, columns=Columns(index, used, CAUSAL_BLOCK))
 
 
 def _filled(x: Inputs, index: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
-    """The list, its free places up to `count` given to the block's own real keys, in order; and which are used."""
+    """The list filled up to `count` with the block's own real keys, in order; and which places are used."""
     last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=index.device).expand(x.batch, -1)
     real, last_keys = last_keys < x.keys, last_keys.clamp_max(x.keys - 1)
     if x.valid is not None:

@@ -23,7 +23,7 @@ class KeyNorm(CountedSelector):
 
     @property
     def sharded(self) -> Sharded:
-        return Sharded(score=lambda inputs: _Norms().offer(working(inputs.key.detach()), None), count=self.count)
+        return Sharded(score=_norms, count=self.count)
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), 2.0 * inputs.head_dim)
@@ -31,7 +31,7 @@ class KeyNorm(CountedSelector):
     def select(self, inputs: Inputs) -> Graph:
         if inputs.is_causal:
             return running_top(inputs, _Norms(), self.count)
-        return shared_top(inputs, _Norms().offer(working(inputs.key.detach()), None), self.count)
+        return shared_top(inputs, _norms(inputs), self.count)
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,19 @@ class RandomKeys(CountedSelector):
 
     @property
     def sharded(self) -> Sharded:
-        return Sharded(score=_draws_of_all, count=self.count)
+        return Sharded(score=_draws, count=self.count)
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), PER_SORTED)
 
     def select(self, inputs: Inputs) -> Graph:
-        draws = _Draws(inputs)
         if inputs.is_causal:
-            return running_top(inputs, draws, self.count)
-        return shared_top(inputs, draws.offer(working(inputs.key), None), self.count)
+            return running_top(inputs, _Draws(inputs), self.count)
+        return shared_top(inputs, _draws(inputs), self.count)
 
 
 class _Norms(OnlineScore):
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
         return key.square().sum(-1)
 
 
@@ -63,14 +62,17 @@ class _Draws(OnlineScore):
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.generator = inputs, generator_of(inputs)
 
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
         return uniform(self.inputs, key.shape[:3], self.generator).to(key.dtype)
 
 
-def _draws_of_all(inputs: Inputs) -> Tensor:
-    """Every process draws the numbers of all keys, as one process would."""
+def _norms(inputs: Inputs) -> Tensor:
+    return working(inputs.key.detach()).square().sum(-1)
+
+
+def _draws(inputs: Inputs) -> Tensor:
     x = inputs
-    drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))
+    drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))  # by every process for all keys, as one would
     return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]
 
 
@@ -81,7 +83,7 @@ def generator_of(inputs: Inputs) -> torch.Generator:
 
 
 def uniform(inputs: Inputs, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-    """Uniform numbers in [0, 1), float32, from the generator, by default `generator_of`; on the inputs' device."""
+    """Uniform numbers in [0, 1), float32, drawn by the generator (default: `generator_of`)."""
     generator = generator or generator_of(inputs)
     drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
     return drawn.to(inputs.query.device)

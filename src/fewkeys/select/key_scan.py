@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, marked
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
@@ -24,14 +24,15 @@ PER_CODE = 0.25
 class KeyScan(CountedSelector):
     """The query's own block of 32 keys up to itself, and the `count` best of the keys before it, by their codes.
 
-    Every query head scores all keys before the query's block, each in two bits a number (`fewkeys.sketch.codes`):
+    Every query head scores all keys before the query's block in two bits a number (`fewkeys.sketch.codes`):
     `score_j ~ q . (k_j - m)`, of equal scores the first. Blocks are of absolute positions, 0 .. 31 the first. Strictly
     causal: a code depends on its key and on the mean m of the first block alone. Without causality all keys are scored,
     and there is no own block.
 
     Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
-    reads 18 bytes a key of 64 dimensions, not 512. Source: codes after RaBitQ (Gao and Long, 2024) and TurboQuant
-    (Zandieh et al., 2025); Loki, PQCache, MagicPIG and HashAttention scan cheap scores, too.
+    reads 18 bytes a key of 64 dimensions, not 512. Sources: RaBitQ (Gao and Long, SIGMOD 2024)
+    and TurboQuant (Zandieh et al., 2025) for codes after a random rotation; Loki, PQCache, MagicPIG and HashAttention
+    scan cheap scores, too.
     """
 
     causal = True
@@ -57,7 +58,7 @@ class KeyScan(CountedSelector):
 
 
 def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
-    """The codes of keys (B, Hkv, N, D), by the compiled kernel where it can read them, with the same bits."""
+    """The codes of keys (B, Hkv, N, D); the compiled kernel gives the same bits."""
     if impl in COMPILED and native.readable(key.detach()) and key.shape[3] <= LARGEST_CODED:
         sign = signs(key.shape[3], key.device)
         return Codes(*native.code_keys(key.detach(), sign, frame.middle, frame.spread))
@@ -65,7 +66,7 @@ def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
 
 
 def before_block(inputs: Inputs) -> Tensor:
-    """(Nq,): how many keys stand before each query's own block; without causality, all keys do."""
+    """(Nq,): how many keys stand before each query's own block; all, without causality."""
     x = inputs
     first, last = _before(x, 0), _before(x, x.queries - 1)
     if first == last:
@@ -75,7 +76,6 @@ def before_block(inputs: Inputs) -> Tensor:
 
 
 def _before(inputs: Inputs, query: int) -> int:
-    """How many keys stand before the own block of one query."""
     return min(inputs.keys, (inputs.offset + query) // BLOCK * BLOCK) if inputs.is_causal else inputs.keys
 
 
@@ -90,12 +90,10 @@ class Scanned:
 
     @cached_property
     def seen(self) -> Tensor:
-        """`before_block`."""
         return before_block(self.inputs)
 
     @cached_property
     def most(self) -> int:
-        """The most keys that a query chooses."""
         return min(self.count, _before(self.inputs, self.inputs.queries - 1))
 
     @cached_property
@@ -118,7 +116,4 @@ class Scanned:
         x = self.inputs
         near = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()
-        # The last place is for the entries of -1.
-        kept = near.new_zeros((*index.shape[:3], x.keys + 1))
-        kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
-        return kept | near
+        return (marked(index.clamp_min(0), index >= 0, x.keys) > 0) | near

@@ -33,7 +33,7 @@ class Leverage(Selector):
         power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set has at most
             `rank(K)^max(1, p/2) / eps` keys.
 
-    Cost as `leverage_scores`. Causal (`count` and power 2 only): scores are against the Gram matrix of all keys so far
+    Cost as `leverage_scores`. Causal with `count` and power 2: scores by the Gram matrix of all keys so far
     (`fewkeys.select.causal`).
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
@@ -64,7 +64,7 @@ class Leverage(Selector):
         return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
 
     def _scores(self, inputs: Inputs) -> Tensor:
-        """Scores (B, Hkv, N), float64, of this process's keys."""
+        """(B, Hkv, N), float64, of this process's keys."""
         rows, totals = working(inputs.key.detach()), inputs.whole.totals
         return sensitivity_bounds(centre(rows, None, totals) if self.centre else rows, self.power, totals)
 
@@ -79,7 +79,7 @@ class Leverage(Selector):
         keys = working(inputs.key.detach())
         if self.count is None:
             check_finite(key=keys)
-            marked = sensitivity_bounds(keys, self.power) >= (self.eps or 0.0) * (1 - ROUNDING)
+            marked = self._scores(inputs) >= (self.eps or 0.0) * (1 - ROUNDING)
             if inputs.valid is not None:
                 marked = marked & inputs.valid[:, None]
             index = marked_places(marked, least=1)
@@ -100,18 +100,16 @@ class Leverage(Selector):
 
 
 class _RunningLeverage(OnlineScore):
-    """Scores against the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
+    """By the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
     def __init__(self, key: Tensor, centre: bool) -> None:
-        batch, heads, _, dim = key.shape
-        shapes = (batch, heads, dim, dim), (batch, heads, 1, dim), (batch, 1, 1, 1)
-        self.gram, self.total, self.count = (key.new_zeros(shape, dtype=torch.float64) for shape in shapes)
+        self.gram = self.total = self.count = key.new_zeros((), dtype=torch.float64)
         self.centre = centre
 
-    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        self.gram += gram64(key)
-        self.total += key.sum(-2, keepdim=True, dtype=torch.float64)
-        self.count += key.shape[2] if real is None else real.sum(-1)[:, None, None, None]
+    def offer(self, key: Tensor, real: Tensor) -> Tensor:
+        self.gram = self.gram + gram64(key)
+        self.total = self.total + key.sum(-2, keepdim=True, dtype=torch.float64)
+        self.count = self.count + real.sum(-1)[:, None, None, None]
         return key.new_zeros(key.shape[:3])
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:

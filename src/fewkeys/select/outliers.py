@@ -27,8 +27,8 @@ class Outliers(CountedSelector):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
 
     `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (`fewkeys.sketch.clusters`). The clusters
-    are those of `rest=ClusterMeans(clusters)`: a stand-in would represent these keys worst. Cost
-    O(n clusters (D + Dv)). Not causal.
+    are those of `rest=ClusterMeans(clusters)`, which would represent these keys worst. Cost O(n clusters (D + Dv)). Not
+    causal.
 
     `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
     by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
@@ -66,7 +66,7 @@ class Outliers(CountedSelector):
         return kept | Graph(x, columns=parts.lists(index, used))
 
     def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
-        """(B, Hkv, Nk): the terms that the scores of all cohorts share."""
+        """(B, Hkv, Nk): the terms that all cohorts share."""
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)

@@ -15,9 +15,9 @@ from fewkeys.select.base import Recent, Remembered, Selector
 class RecentBlocks(Selector):
     """Keys of the query's own block of `size` positions and of `blocks - 1` before it (not causal: and after it).
 
-    Blocks are of absolute positions, 0 .. size - 1 the first: a whole block leaves the window at once, which
-    `rest=RunningMeans` and streams need. Under causality a query keeps `(blocks - 1/2) size` keys on average. `size` is
-    a power of two, so that lists of different sizes can be united. Cost O(n size blocks).
+    Blocks are of absolute positions, 0 .. size - 1 the first: they leave the window at once, as `rest=RunningMeans` and
+    streams need. Under causality a query keeps `(blocks - 1/2) size` keys on average. `size` is a power of two, so that
+    lists of different sizes can be united. Cost O(n size blocks).
     """
 
     size: int
@@ -35,9 +35,8 @@ class RecentBlocks(Selector):
     def select(self, inputs: Inputs) -> Graph:
         x, device = inputs, inputs.key.device
         first, last = x.offset // self.size, (x.offset + x.queries - 1) // self.size
-        before, after = self.blocks - 1, 0 if x.is_causal else self.blocks - 1
-        start = (torch.arange(first, last + 1, device=device) - before) * self.size
-        index = start[:, None] + torch.arange((before + 1 + after) * self.size, device=device)
+        start = (torch.arange(first, last + 1, device=device) - self.blocks + 1) * self.size
+        index = start[:, None] + torch.arange(self._listed(x), device=device)
         used, index = (index >= 0) & (index < x.keys), index.clamp(0, x.keys - 1)
         if x.valid is not None:
             used = used & x.valid[:, None, index]
@@ -47,8 +46,11 @@ class RecentBlocks(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return (self.blocks - 1) * self.size >= max(inputs.keys, inputs.queries + inputs.offset) - 1
 
+    def _listed(self, inputs: Inputs) -> int:
+        return self.size * (self.blocks if inputs.is_causal else 2 * self.blocks - 1)
+
     def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.size * (self.blocks if inputs.is_causal else 2 * self.blocks - 1)))
+        return Work(float(self._listed(inputs)))
 
     @property
     def remembered(self) -> Remembered:

@@ -1,4 +1,4 @@
-"""Oracles, which score every pair: bounds of what selection can reach."""
+"""Oracles: bounds of what selection can reach."""
 
 from abc import ABC
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class BestColumns(_Oracle):
 
 
 def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:
-    """(first query, scores (B, Hq, m, Nk)) for blocks of queries: scaled, hidden keys at -inf, no gradient."""
+    """(first query, scores (B, Hq, m, Nk)) of blocks of queries, hidden keys at -inf, without gradient."""
     x = inputs
     key = working(x.key.detach()).repeat_interleave(x.gqa_ratio, 1)
     for start, stop in query_blocks(x):

@@ -1,1 +1,1 @@
-"""Statistics of queries and keys: Gram matrices, leverage scores, query moments, clusters, cohorts, codes."""
+"""Statistics of queries and keys."""

@@ -1,4 +1,4 @@
-"""How statistics are computed: once for each call, by compiled kernels or by torch's operations."""
+"""Statistics are computed once for each call, by compiled kernels or by torch's operations."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -28,7 +28,7 @@ def statistic(compute: Callable[[Inputs, *Args], Result]) -> Callable[[Inputs, *
 
 
 def compiled_at_once(inputs: Inputs) -> bool:
-    """Whether compiled kernels compute statistics, in several steps at once: without sums of other processes."""
+    """Whether compiled kernels, which know no sums over processes, compute statistics."""
     if inputs.shard is not None or inputs.impl not in COMPILED:
         return False
     return inputs.remember(native.readable, lambda: native.readable(inputs.query, inputs.key, inputs.value))

@@ -6,7 +6,6 @@ The scaled queries q are taken as Gaussian, of mean m and covariance C. The *imp
 squared difference of their values. Lloyd's steps weigh keys by `exp(g_j / 2)`: important keys get more clusters.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,27 +27,27 @@ from fewkeys.sketch.sums import sums_by_label
 TILT = 0.5
 """Keys weigh `exp(TILT * g)`: on the log scale halfway between equal weights and the queries' weights."""
 RIDGE = 1e-6
-"""This share of a matrix's mean diagonal is added to its diagonal before factorising."""
+"""The share of its mean diagonal that is added to a matrix's diagonal before factorising."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 NEAR = 1e-5
-"""The least squared distance from a centre, relative to that from the mean: smaller ones are rounding."""
+"""The least squared distance from a centre, relative to that from the mean: less is rounding."""
 QUERY_SAMPLE = 4096
 PIECE = 2**18
-"""Numbers per thread in one piece of the keys: about half of a core's cache."""
+"""Numbers in one piece, for each thread: on a CPU about half of a core's cache."""
 KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
 """The most keys per cluster that Lloyd's steps use; half are enough if that is more than FEW_KEYS."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """Moments of the scaled queries of a key head: `mean` m (B, Hkv, 1, D), `second` `E[q q^T]` (B, Hkv, D, D)."""
+    """Of the scaled queries of a key head: `mean` m (B, Hkv, 1, D), `second` `E[q q^T]` (B, Hkv, D, D)."""
 
     mean: Tensor
     second: Tensor
 
     def log_mean_exp(self, rows: Tensor) -> Tensor:
-        """`log E exp(q . x)` (B, Hkv, M) for Gaussian queries and rows x (B, Hkv, M, D)."""
+        """`log E exp(q . x)` (B, Hkv, M) for rows x (B, Hkv, M, D)."""
         return _importance((rows @ self.second * rows).sum(-1), (rows * self.mean).sum(-1))
 
 
@@ -71,7 +70,7 @@ class Frame:
 class KeyClusters:
     """A partition of the real keys of every head into `count` clusters.
 
-    `label` (B, Hkv, Nk), int64: the cluster, the first of equally near ones; undefined for padding. `distance`
+    `label` (B, Hkv, Nk), int64: the nearest, of equally near ones the first; undefined for padding. `distance`
     (B, Hkv, Nk): squared, to its centre.
     """
 
@@ -82,7 +81,7 @@ class KeyClusters:
 
 @statistic
 def query_moments(inputs: Inputs) -> QueryMoments:
-    """The moments of the queries, of every s-th once there are many."""
+    """The moments of the queries; of every s-th, if `QUERY_SAMPLE` or more remain."""
     (sampled, count), scale = _query_sample(inputs), inputs.scale
     rows = working(sampled.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
     total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
@@ -99,37 +98,39 @@ def query_covariance(inputs: Inputs) -> Tensor:
     return covariance.where(variance > 64 * torch.finfo(size.dtype).eps * size, 0.0)
 
 
-def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor | int]:
-    """Every s-th real query (B, Hq, M, D), filled up with zeros; and how many a key head has."""
-    query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
-    if real is None:
-        stride = max(1, whole.queries // QUERY_SAMPLE)
-        return query[:, :, -whole.first_query % stride :: stride], -(-whole.queries // stride) * inputs.gqa_ratio
-    subset, chosen = sample(real, QUERY_SAMPLE)
-    return subset.take(query), (chosen.sum(-1)[:, None, None, None] * inputs.gqa_ratio).clamp_min(1)
+def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Every s-th real query (B, Hq, M, D), filled up with zeros, and their number (B, 1, 1, 1) for a key head."""
+    real, whole = inputs.valid_queries, inputs.whole
+    stride = max(1, whole.queries // QUERY_SAMPLE)
+    subset = Subset(stride, -whole.first_query % stride) if real is None else sample(real, QUERY_SAMPLE)
+    count = _count(inputs, subset.real, -(-whole.queries // stride), inputs.gqa_ratio)
+    return subset.take(inputs.query.detach()), count
+
+
+def _count(inputs: Inputs, real: Tensor | None, every: int, times: int = 1) -> Tensor:
+    """(B, 1, 1, 1): `times` how many are `real` (B, N), None: `every` one; at least 1."""
+    if real is None:  # kernels read float32, and calls are recorded that convert nothing
+        return torch.full((inputs.batch, 1, 1, 1), every * times, dtype=torch.float32, device=inputs.query.device)
+    return (times * real.sum(-1)[:, None, None, None]).clamp_min(1)
 
 
 @statistic
 def half_variance(inputs: Inputs, covariance: Tensor) -> Tensor:
-    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys, for queries of this covariance C: their importance if the
-    mean query is zero.
-    """
+    """`k_j^T C k_j / 2` (B, Hkv, Nk) of the centred keys."""
     centred = working(inputs.key.detach()) - frame(inputs).mean
     return 0.5 * (centred @ covariance).mul_(centred).sum(-1)
 
 
 @statistic
 def frame(inputs: Inputs) -> Frame:
-    """The frame. Cost O(n (D + Dv))."""
+    """Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs):
         with suppress(IndefiniteError):  # torch mends the matrix
             return _compiled_frame(inputs, key, value)
     moments = query_moments(inputs)
     second, root = moments.second, triangular_root(moments.second, RIDGE)
-    dtype, count = second.dtype, second.new_full((1, 1, 1, 1), inputs.whole.keys)
-    if inputs.valid is not None:
-        count = inputs.valid.sum(-1)[:, None, None, None].clamp_min(1)
+    dtype, count = second.dtype, _count(inputs, inputs.valid, inputs.whole.keys)
     square = torch.linalg.vector_norm(value.flatten(2), dim=-1, dtype=dtype).square()[..., None, None]
     sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
     mean, value_mean, mean_square = (inputs.whole.totals.sum(part) / count for part in sums)
@@ -141,15 +142,9 @@ def frame(inputs: Inputs) -> Frame:
 
 def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame:
     """The frame and the query moments by a kernel."""
-    queries, count = _query_sample(inputs)
-    real = inputs.keys if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1)
-    asked, real = (
-        torch.full((inputs.batch,), part, dtype=torch.float32, device="cpu")
-        if isinstance(part, int)
-        else part.flatten().float()
-        for part in (count, real)
-    )
-    statistics = native.frame(queries, key, value, asked, real, scale=inputs.scale, ridge=RIDGE)
+    queries, asked = _query_sample(inputs)
+    counts = (count.flatten().float() for count in (asked, _count(inputs, inputs.valid, inputs.keys)))
+    statistics = native.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
     covariance = statistics.pop("covariance")
     inputs.remember((query_moments,), lambda: moments)
@@ -164,7 +159,7 @@ def _importance(spread: Tensor, on_mean: Tensor) -> Tensor:
 
 @statistic
 def clusters(inputs: Inputs, count: int) -> KeyClusters:
-    """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
+    """`count` clusters by weighted Lloyd steps, without randomness. Cost O(n count (D + Dv))."""
     units, subset = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs):
@@ -175,25 +170,17 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         inputs.remember((half_variance, query_covariance(inputs)), lambda: half)
         return KeyClusters(label, distance, count)
     centres = _lloyd(inputs, units, subset, count)
-    # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
+    # x . c - |c|^2 / 2 for features x from keys and values: no tensor has the features of all keys.
     on_key = centres[..., : inputs.head_dim] @ units.root.mT
     on_value = units.unit * centres[..., inputs.head_dim :]
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ units.mean.mT - on_value @ units.value_mean.mT
     nearest, label = _nearest(key, value, torch.cat([on_key, on_value], -1), constant)
-    of_value = (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
-    energy = _spread(key, units) + of_value
-    # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
+    on_query = (working(key) @ units.root).sub_(units.mean @ units.root)
+    energy = torch.linalg.vector_norm(on_query, dim=-1).square_()
+    energy += (working(value) - units.value_mean).mul_(units.unit).square_().sum(-1)
+    # Of a key that is its own centre the distance would be rounding error, whose logarithm is large.
     return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), count)
-
-
-def _spread(key: Tensor, units: Frame) -> Tensor:
-    """`E (q . k_j)^2` (B, H, N) of the centred keys (B, H, N, D)."""
-    spread = units.root.new_empty(key.shape[:3])
-    rows, root, middle, length = (p.flatten(0, 1) for p in (working(key), units.root, units.mean @ units.root, spread))
-    for heads, piece in _pieces(rows, rows.shape[-1]):
-        length[heads, piece] = torch.linalg.vector_norm((rows[heads, piece] @ root[heads]).sub_(middle[heads]), dim=-1)
-    return spread.square_()
 
 
 def _sampled(count: int) -> tuple[int, int]:
@@ -209,22 +196,17 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
     label = torch.empty_like(nearest, dtype=torch.int64)
     centre, constant = centre.flatten(0, 1).mT, constant.flatten(0, 1).mT
     on_key, on_value = centre.split([key.shape[-1], value.shape[-1]], 1)
-    for heads, piece in _pieces(rows, centre.shape[-1]):
-        closeness = torch.baddbmm(constant[heads], rows[heads, piece], on_key[heads])
-        closeness.baddbmm_(values[heads, piece], on_value[heads])
-        nearest[heads, piece], label[heads, piece] = closeness.max(-1)
-    return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
-
-
-def _pieces(tensor: Tensor, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the heads and rows of (H, N, D). On a CPU, `width` numbers for each row stay in cache."""
-    heads, rows = tensor.shape[:2]
-    most = PIECE * torch.get_num_threads() if tensor.device.type == "cpu" else at_once(tensor)
-    heads_at_once = max(1, most // max(1, rows * width))
-    step = max(1, most // width if heads_at_once == 1 else rows)
+    (heads, keys), count = nearest.shape, constant.shape[2]
+    most = PIECE * torch.get_num_threads() if rows.device.type == "cpu" else at_once(rows)
+    heads_at_once = max(1, most // max(1, keys * count))
+    step = max(1, most // count if heads_at_once == 1 else keys)
     for head in range(0, heads, heads_at_once):
-        for start in range(0, rows, step):
-            yield slice(head, head + heads_at_once), slice(start, start + step)
+        part = slice(head, head + heads_at_once)
+        for start in range(0, keys, step):
+            piece = part, slice(start, start + step)
+            closeness = torch.baddbmm(constant[part], rows[piece], on_key[part])
+            nearest[piece], label[piece] = closeness.baddbmm_(values[piece], on_value[part]).max(-1)
+    return nearest.unflatten(0, sizes), label.unflatten(0, sizes)
 
 
 def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> Tensor:
@@ -233,16 +215,15 @@ def _lloyd(inputs: Inputs, frame: Frame, subset: Subset, count: int) -> Tensor:
     key, value = (working(subset.take(rows.detach())) for rows in (inputs.key, inputs.value))
     products = (key @ frame.form.mT).sub_(frame.shift.mT)
     on_query, on_value = products[..., :-1], (value * frame.unit).sub_(frame.value_mean * frame.unit)
-    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
     hidden = ~subset.real[:, None] if subset.real is not None else key.new_zeros((), dtype=torch.bool)
-    real_importance = importance.masked_fill(hidden, -torch.inf)
-    top = totals.max(row_maximum(real_importance))
-    weight = (TILT * (real_importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
+    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), products[..., -1])
+    importance = importance.masked_fill(hidden, -torch.inf)
+    top = totals.max(row_maximum(importance))
+    weight = (TILT * (importance - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     weight = weight.masked_fill(hidden, 0.0)
     # The sample is small: each of several processes takes the same steps on all of it.
-    parts = (totals.rows(part) for part in (on_query, on_value, weight, real_importance))
-    on_query, on_value, weight, real_importance = parts
-    first, features = _seeds(real_importance, count), torch.cat([on_query, on_value], -1)
+    on_query, on_value, weight, importance = map(totals.rows, (on_query, on_value, weight, importance))
+    first, features = _seeds(importance, count), torch.cat([on_query, on_value], -1)
     centres = take(features, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
@@ -265,6 +246,6 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
-    """Operations per key, for `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
+    """For `Work.shared`: Lloyd's steps on the sample, the assignment and the sums of all keys."""
     used = min(1.0, _sampled(count)[1] / inputs.keys)
     return {f"{count} clusters": (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)}

@@ -6,17 +6,16 @@ power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diag
     k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
-Rotated numbers of any key are nearly Gaussian, for which evenly spaced levels are best 0.996 sigma apart: -3, -1, 1
-and 3 times sigma / 2 serve all keys. A query is rotated, too, and rounded to integers from -10 to 10. Then
+Rotated numbers of any key are nearly Gaussian, for which evenly spaced levels are best 0.996 sigma apart: multiples of
+sigma / 2 serve all keys. A query is rotated, too, and rounded to integers from -10 to 10. Then
 
     score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 
-is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Keys more than 8 rho
-from m count as if they were at 8. Sums in a fixed order, exact products and correctly rounded operations: every
-implementation chooses the same keys.
+is q . (k_j - m) up to rounding and to a factor that the query's keys share: an integer of 16 bits. Keys more than 8 rho
+from m count as if they were at 8. Sums in a fixed order, exact products and correctly rounded operations make every
+implementation choose the same keys.
 
-Sources: RaBitQ (Gao and Long, SIGMOD 2024) and TurboQuant (Zandieh et al., 2025) for a random rotation before scalar
-codes; fast scans (Andre et al., 2017) for tables of pairs in registers.
+Source of tables of pairs in registers: fast scans (Andre et al., 2017). `KeyScan` names the others.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from fewkeys.core.precision import working
 BLOCK = 32
 """Keys of a block."""
 LEVELS = 10
-"""Queries are rounded to integers up to this: two pairs of products fit into a byte."""
+"""The largest integer of a rounded query: two pairs of products fit into a byte."""
 LEAST_WIDE = 16
 """The least W: a block of codes fills the widest registers."""
 UNIT = 4096
 """`sigma_int` of a key at distance rho from the middle."""
 LARGEST_SIGMA = 2**15 - 1
 NONE = -(2**15)
-"""The score of a key that may not be chosen: below all others."""
+"""The score of a key that may not be chosen."""
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32; W / 4 + 2 bytes for every key.
+    """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32; W / 4 + 2 bytes a key.
 
-    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair p of numbers 32 nibbles. Bytes 0, 2, .. hold keys 0
+    `packed` (B, Hkv, G, W / 2, 16), uint8: 32 nibbles for every block and pair p of numbers. Bytes 0, 2, .. hold keys 0
     to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
     holds `code_2p + 2` and, two bits higher, `code_(2p+1) + 2`. `sigma` (B, Hkv, 32 G), int16: `sigma_int`.
     """
@@ -71,7 +70,7 @@ def width(dim: int) -> int:
 
 @lru_cache
 def signs(dim: int, device: torch.device) -> Tensor:
-    """The diagonal of S (W,), float32: 1 and -1, always the same; zeros beyond `dim`."""
+    """The diagonal of S (W,), float32; zeros beyond `dim`."""
     drawn = torch.randint(2, (dim,), generator=torch.Generator("cpu").manual_seed(dim), device="cpu")
     # Kernels read float32, whatever the default dtype is at the first call.
     return pad(drawn.float() * 2 - 1, (0, width(dim) - dim)).to(device)
@@ -97,7 +96,7 @@ class Frame:
 
     @staticmethod
     def of(key: Tensor, valid: Tensor | None = None) -> Frame:
-        """The frame of keys (B, Hkv, N, D); `valid` (B, N) marks the real ones."""
+        """Of keys (B, Hkv, N, D), those `valid` (B, N)."""
         first = working(key[:, :, :BLOCK].detach())
         real = torch.ones_like(first[..., :1]) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
         count = real.sum(2, keepdim=True).clamp_min(1)
@@ -124,7 +123,7 @@ def encode(key: Tensor, frame: Frame) -> Codes:
 
 
 def rounded(query: Tensor, scale: float = 1.0) -> Tensor:
-    """Queries (B, Hq, Nq, D) as integers of at most `LEVELS`, (B, Hq, Nq, W), int8; of `scale` the sign matters."""
+    """Queries (B, Hq, Nq, D) as integers (B, Hq, Nq, W), int8, with the sign of the scale."""
     turned = rotated(working(query.detach()))
     largest = turned.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(turned.dtype).tiny)
     whole = (turned / largest * (LEVELS if scale > 0 else -LEVELS)).round()
@@ -137,20 +136,18 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     query: `rounded`; seen (Nq,), ascending: query i chooses among the first `seen_i` keys, those `real` (B, N). Of
     equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
     """
-    batch, heads, queries, _ = query.shape
-    level, count, start = codes.levels(), min(count, int(seen[-1])), 0
-    index = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
-    while start < queries:
-        most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
-        stop = min(queries, start + max(1, min(BLOCK, at_once(query) // (batch * heads * most))))
-        most = int(seen[stop - 1])
-        score = scores(query[:, :, start:stop], level[:, :, :most], codes.sigma[:, :, :most])
-        hidden = (torch.arange(most, device=query.device) >= seen[start:stop, None])[None, None]
+    (batch, heads, queries, _), keys = query.shape, int(seen[-1])
+    level, index = codes.levels(), []
+    step = max(1, min(BLOCK, at_once(query) // (batch * heads * max(1, keys))))
+    for start in range(0, queries, step):
+        part = slice(start, start + step)
+        most = int(seen[part][-1])
+        score = scores(query[:, :, part], level[:, :, :most], codes.sigma[:, :, :most])
+        hidden = (torch.arange(most, device=query.device) >= seen[part, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
-        index[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
-        start = stop
-    return index
+        index.append(largest(score.masked_fill(hidden, NONE), min(count, keys)).int())
+    return torch.cat(index, 2)
 
 
 def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """What a bias of distances adds to the importance of keys for a cohort.
 
-If scores and distances were independent inside a cohort, a key's importance `log E exp(q . k_j + b)` would be the sum
-of `log E exp(q . k_j)` and `log E exp(b)`. The second mean is over queries whose band lacks the key: others do not need
-it in a list. It only orders keys, so blocks of `BLOCK` queries and keys suffice.
+If scores and distances were independent inside a cohort, a key's importance `log E exp(q . k_j + b)` would be
+`log E exp(q . k_j) + log E exp(b)`. The second mean is over queries whose band lacks the key: others need no list for
+it. It only orders keys, so blocks of `BLOCK` queries and keys suffice.
 """
 
 import torch
@@ -19,10 +19,7 @@ BLOCK = 8
 
 
 def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: tuple[int, int] | None) -> Tensor:
-    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head. Cost O(n H).
-
-    Sums over a cohort are correlations of its blocks with the table, cut at their rounding.
-    """
+    """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head. Cost O(n H)."""
     x, place = inputs, cohorts.place
     # A block begins with the first real token, so that padding before it changes nothing.
     lead = place.new_zeros(x.batch) if x.valid is None else -x.valid.to(torch.int8).argmax(-1) % BLOCK
@@ -31,6 +28,7 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     block = place // x.queries * queries + (place % x.queries + lead[:, None, None, None]) // BLOCK
     ones = torch.ones_like(place, dtype=bias.table.dtype)
     members = ones.new_zeros((*place.shape[:3], total + 1)).scatter_add_(-1, block.where(place >= 0, total), ones)
+    # Sums over a cohort are correlations of its blocks with the table, right up to the rounding of the largest.
     spectrum = rfft(members[..., :total].unflatten(-1, (x.gqa_ratio, queries)), length)
     product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(1)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)
@@ -42,8 +40,8 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
 
 
 def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, queries: int, keys: int) -> Tensor:
-    """(Hkv, 2, R, queries + keys - 1), for every distance of two blocks: means of exp(bias), relative to the largest,
-    and of ones, over the pairs outside the band.
+    """(Hkv, 2, R, queries + keys - 1): means of exp(bias), relative to the largest, and of ones over the pairs of two
+    blocks that are outside the band.
     """
     distance = torch.arange(1 - queries * BLOCK, keys * BLOCK, device=bias.table.device) - x.offset
     head = torch.arange(x.query_heads, device=distance.device)

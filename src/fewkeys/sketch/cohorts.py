@@ -26,11 +26,11 @@ from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, member
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_TILT = 0.8
-"""The t of several cohorts. They are narrow: it is nearer to one than `TILT`, for all queries."""
+"""The t of several cohorts. They are narrow, so it is nearer to one than `TILT`."""
 COHORT_QUERIES = 16
 """The smallest cohort that pays for its preparation."""
 COHORTS_PER_QUERY = 3
-"""The most cohorts, as a multiple of the queries of one: preparing costs by the cohort, attending by the query."""
+"""The most cohorts for each query of one: preparing costs by the cohort, attending by the query."""
 METRIC_SAMPLE = 256, 512
 """About how many keys, at least and at most, define the distance of two queries."""
 
@@ -41,7 +41,7 @@ class Cohorts:
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
     `mean` m (B, Hkv, H, D), of scaled queries; `within` W (B, Hkv, D, D); `filled` (B, Hkv), int64: how many cohorts
-    have queries; `are_one`: whether all queries were to be one cohort.
+    have queries; `are_one`: whether one cohort was asked for.
     """
 
     place: Tensor
@@ -60,36 +60,32 @@ class Cohorts:
         return TILT if self.are_one else COHORT_TILT
 
     def lists(self, index: Tensor, used: Tensor) -> Columns:
-        """The columns of lists (B, Hkv, H, S) of the cohorts; if they are one, the list that all queries share."""
+        """Columns for the lists (B, Hkv, H, S) of the cohorts."""
         return Columns(index, used, self.place.shape[3], None if self.are_one else self.place)
 
 
 @statistic
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
-    """The queries in `count` cohorts, a power of two, or fewer (`_at_most`). Cost O(n D log count)."""
+    """`count` cohorts, a power of two, or fewer (`_at_most`). Cost O(n D log count)."""
     if count == 1:
         return _one(inputs)
     x, real, subset = inputs, inputs.valid_queries, sample_keys(inputs, *METRIC_SAMPLE)
     key = working(subset.take(x.key.detach()))
-    if x.shard is not None:
-        return _distributed(x, key, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
         return _split(x, rows, key, subset.real, count)
     # Sequences with the same number of real queries are split together.
     real = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
     sizes, sequences, parts = real.sum(1), [], []
-    for size in sizes.unique().tolist():
+    for size in sizes.unique():
         batch = (sizes == size).nonzero().squeeze(-1)
         index = marked_places(real[batch])[:, None].expand(-1, x.kv_heads, -1)
         real_keys = None if subset.real is None else subset.real[batch]
         part = _split(x, take(rows[batch], index), key[batch], real_keys, count)
-        if size:
-            place = index.gather(2, part.place.clamp_min(0).flatten(2)).view_as(part.place)
-            part = replace(part, place=place.masked_fill_(part.place < 0, -1))
+        place = index.gather(2, part.place.clamp_min(0).flatten(2)).view_as(part.place)
         sequences.append(batch)
-        parts.append(part)
-    sets, most = (max(part.place.shape[dim] for part in parts) for dim in (2, 3))
+        parts.append(replace(part, place=place.masked_fill_(part.place < 0, -1)))
+    sets, most = (max(1, *(part.place.shape[dim] for part in parts)) for dim in (2, 3))
     order = torch.cat(sequences).argsort()
     places = [pad(p.place, (0, most - p.place.shape[3], 0, sets - p.count), value=-1) for p in parts]
     means = [pad(p.mean, (0, 0, 0, sets - p.count)) for p in parts]
@@ -99,7 +95,6 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 
 def _one(inputs: Inputs) -> Cohorts:
-    """All queries as one cohort."""
     x, real = inputs, inputs.valid_queries
     frame(x)  # its kernel computes the moments, too
     mean, covariance = query_moments(x).mean, query_covariance(x)
@@ -114,47 +109,34 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
 
     In the metric, the squared distance of two queries is the sum over these keys of squared differences of scores.
     """
-    batch, heads, total, dim = rows.shape
-    count, step, scale = _at_most(count, total), max(1, total // QUERY_SAMPLE), inputs.scale
-    filled = torch.full((batch, heads), _filled(count, total), device=rows.device)
-    if not total:
-        place = torch.full((batch, heads, 1, 1), -1, device=rows.device)
-        return Cohorts(place, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim)), filled)
-    if compiled_at_once(inputs):
+    sets, whole, scale = rows.shape[:2], inputs.whole, inputs.scale
+    total = rows.shape[2] if inputs.shard is None else inputs.gqa_ratio * whole.queries
+    count, step = _at_most(count, total), max(1, total // QUERY_SAMPLE)
+    filled = torch.full(sets, _filled(count, total), device=rows.device)
+    if total and compiled_at_once(inputs):
         steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
         return Cohorts(*native.halve(rows, key, real, count, scale=scale, **steps), filled)
-    key, rows = centre(key, real), rows.flatten(0, 1)
-    metric = key.mT @ key
-    place = split(rows, metric.flatten(0, 1), count)
-    parts = place, *described(rows, place[..., ::step])
-    place, mean, within = (part.unflatten(0, (batch, heads)) for part in parts)
+    key, rows = centre(key, real, whole.totals), rows.flatten(0, 1)
+    metric = whole.totals.sum(key.mT @ key).flatten(0, 1)
+    if inputs.shard is None:
+        place = split(rows, metric, count)
+        sampled = place[..., ::step]
+    else:
+        runs = rows.unflatten(1, (inputs.gqa_ratio, inputs.queries))
+        place, sampled = members(split_apart(runs, metric, count, whole.totals), count, step, whole.totals)
+        rows = pad(rows, (0, 0, 0, 1))  # this process may have none
+    parts = place, *described(rows, sampled, whole.totals)
+    place, mean, within = (part.unflatten(0, sets) for part in parts)
     return Cohorts(place, mean * scale, within * scale**2, filled)
 
 
-def _distributed(inputs: Inputs, key: Tensor, count: int) -> Cohorts:
-    """The cohorts of all processes' queries, with the places of this process's queries."""
-    x, totals = inputs, inputs.whole.totals
-    key = centre(key, None, totals)
-    metric = totals.sum(key.mT @ key)
-    total = x.whole.queries * x.gqa_ratio
-    count = _at_most(count, total)
-    rows = working(x.grouped_query().detach()).flatten(0, 1)
-    label = split_apart(rows, metric.flatten(0, 1), count, totals)
-    place, sampled = members(label, count, max(1, total // QUERY_SAMPLE), totals)
-    # One more row: this process may have none.
-    mean, within = described(pad(rows.flatten(1, 2), (0, 0, 0, 1)), sampled, totals)
-    place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
-    filled = torch.full((x.batch, x.kv_heads), _filled(count, total), device=place.device)
-    return Cohorts(place, mean * x.scale, within * x.scale**2, filled)
-
-
 def _filled(count: int, total: int) -> int:
-    """How many of `count` cohorts have queries: `total` queries fill one after the other."""
+    """How many of `count` cohorts `total` queries fill, one after the other."""
     return -(-total // -(-total // count)) if total else 0
 
 
 def _at_most(count: int, total: int) -> int:
-    """`count` or a smaller power of two: how many cohorts of `total` queries both limits above allow."""
+    """The largest power of two up to `count` that both limits above allow for `total` queries."""
     while count > 1 and max(COHORT_QUERIES, count / COHORTS_PER_QUERY) * count > total:
         count //= 2
     return count

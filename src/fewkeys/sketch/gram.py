@@ -18,12 +18,12 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of small matrices in float64: the bits do not depend on the number of threads."""
+    """`left @ right` in float64: the bits do not depend on the number of threads."""
     return torch.matmul(left.double(), right.double()).to(left.dtype)
 
 
 def cholesky_whitener(matrix: Tensor) -> Tensor | None:
-    """An upper triangular W with `W W^T = matrix^-1`; None unless every matrix of the batch is well conditioned."""
+    """Upper triangular W with `W W^T = matrix^-1`; None unless every matrix of the batch is well conditioned."""
     size = matrix.shape[-1]
     factor, info = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
@@ -34,7 +34,7 @@ def cholesky_whitener(matrix: Tensor) -> Tensor | None:
 
 
 def inverse_of(factor: Tensor) -> Tensor:
-    """W with `W W^T = (L L^T)^-1`, upper triangular, of lower triangular factors L (..., D, D)."""
+    """Upper triangular W with `W W^T = (L L^T)^-1` for lower triangular L (..., D, D)."""
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     root: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
     return root
@@ -67,7 +67,7 @@ def power_of_two(sizes: Tensor) -> Tensor:
 
 
 def gram64(rows: Tensor) -> Tensor:
-    """`K^T K` in float64, block by block: O(D^2) memory besides one block."""
+    """`K^T K` (..., D, D), float64, in O(D^2) memory besides one block of rows (..., N, D)."""
     total = rows.new_zeros((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]), dtype=torch.float64)
     for part in rows.split(BLOCK, -2):
         total += gram(part.double())

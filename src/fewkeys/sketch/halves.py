@@ -1,9 +1,9 @@
 """Rows in sets of equal size and similar rows: split at the median along the main direction, recursively.
 
 Distributed rows (R, G, m, F) have G runs, such as the queries of G query heads: the first runs of all processes come
-before the second ones. A label (R, G, m) is the set of every row of this process. All processes get the same sample of
-every set, so the same direction, and find the median score by radix selection. The traffic for each set is about twice
-`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+before the second ones. A label (R, G, m) is the set of a row. All processes get the same sample of every set, so the
+same direction, and find the median score by radix selection. The traffic for each set is about twice `SPLIT_SAMPLE`
+rows, and 256 numbers for every byte of a score.
 """
 
 import torch
@@ -15,7 +15,6 @@ from fewkeys.core.totals import WHOLE, Totals
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
 """Power iterations, then steps of 2-means, and about how many rows of a set they use."""
-BYTE = 8
 
 
 def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
@@ -23,27 +22,22 @@ def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
 
     A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and split in the middle. u starts
     as the longest y_j, then come power iterations and steps of balanced 2-means: minus the sum of the left half. Rows
-    of a set stay in their order; unused places come last in the last sets.
+    of a set stay in their order; places without a row come last.
     """
-    (sets, many, dim), fill = rows.shape, -rows.shape[1] % count
-    place = pad(torch.arange(many, device=rows.device), (0, fill), value=-1).expand(sets, -1)
-    size, rows = many + fill, pad(rows, (0, 0, 0, fill))
-    while size > (many + fill) // count:
-        parts, real = rows.reshape(-1, size, dim), (place >= 0).reshape(-1, size)
-        metrics = metric.repeat_interleave(parts.shape[0] // sets, 0)
-        step = _sample_step(size)
-        along = _direction(parts[:, ::step], real[:, ::step], metrics)
+    sets, many = rows.shape[:2]
+    place = pad(torch.arange(many, device=rows.device), (0, -many % count), value=-1).expand(sets, 1, -1)
+    while place.shape[1] < count:
+        parts, real = take(rows, place.clamp_min(0)).flatten(0, 1), (place >= 0).flatten(0, 1)
+        step = _sample_step(place.shape[2])
+        along = _direction(parts[:, ::step], real[:, ::step], metric.repeat_interleave(place.shape[1], 0))
         order = (parts @ along.mT).squeeze(-1).masked_fill(~real, torch.inf).argsort(dim=-1, stable=True)
-        # Rows of a half stay in their old order.
-        order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
-        rows = take(parts, order).reshape(rows.shape)
-        place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
-        size //= 2
-    return place.reshape(sets, count, size)
+        halves = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
+        place = place.flatten(0, 1).gather(1, halves).view(sets, 2 * place.shape[1], -1)
+    return place
 
 
 def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around them."""
+    """The mean rows (R, count, F) of sets, and the covariance (R, F, F) around them."""
     real = (place >= 0).unsqueeze(-1)
     sets = take(rows, place.clamp_min(0))
     size = totals.sum(real.sum(2))
@@ -53,7 +47,7 @@ def described(rows: Tensor, place: Tensor, totals: Totals = WHOLE) -> tuple[Tens
 
 
 def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
-    """The vector (R, 1, F) whose products order rows, from samples (R, s, F), those `real` (R, s)."""
+    """The vector `metric u` (R, 1, F) from the `real` (R, s) of sampled rows (R, s, F)."""
     total = real.sum(1)[:, None, None].clamp_min(1)
     sample = (sample - (sample * real.unsqueeze(-1)).sum(1, keepdim=True) / total) * real.unsqueeze(-1)
     longest = sample.square().sum(-1).argmax(1)
@@ -70,7 +64,6 @@ def _direction(sample: Tensor, real: Tensor, metric: Tensor) -> Tensor:
 
 
 def _sample_step(size: int) -> int:
-    """The step between the sampled rows of a set of `size` places."""
     return max(1, size // SPLIT_SAMPLE)
 
 
@@ -98,19 +91,17 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
 
 
 def members(label: Tensor, sets: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """Which of this process's rows, counted through all runs, are in each set, (R, sets, M), in order, -1 for none; and
-    the same of every `step`-th row of the set alone.
+    """This process's rows of each set, counted through all runs, in order: (R, sets, M), -1 for none; and of these
+    every `step`-th row of the whole set.
     """
-    place, _ = places(label, sets, totals)
-    label, is_sampled = label.flatten(1), pad((place % step == 0).flatten(1), (0, 1))
-    # A last place, of no row: there may be none.
-    order = pad(label.argsort(dim=1, stable=True), (0, 1), value=label.shape[1])
-    sizes = label.new_zeros((len(label), sets)).scatter_add_(1, label, torch.ones_like(label))
-    number = torch.arange(max(1, int(sizes.max())), device=label.device)
-    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + number).clamp_max(label.shape[1])
-    row, real = order.gather(1, index.flatten(1)), number < sizes.unsqueeze(-1)
-    sampled, row = is_sampled.gather(1, row).view(index.shape), row.view(index.shape)
-    return row.masked_fill(~real, -1), row.masked_fill(~(real & sampled), -1)
+    place, sizes = places(label, sets, WHOLE)
+    most = max(1, int(sizes.max()))
+    index = (label * most + place).flatten(1)
+    row = torch.arange(index.shape[1], device=label.device).expand_as(index)
+    is_sampled = (places(label, sets, totals)[0] % step == 0).flatten(1)
+    none = torch.full((len(label), sets * most), -1, device=label.device)
+    of_all, sampled = (none.scatter(1, index, part).view(-1, sets, most) for part in (row, row.where(is_sampled, -1)))
+    return of_all, sampled
 
 
 def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
@@ -125,32 +116,28 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows (R, G, m) have one of the `rank` smallest scores, the first of equal ones, of the `real` (R, sets)."""
-    number, sets = ordered(score), real.shape[1]
-    left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
-    top = BYTE * (score.element_size() - 1)
-    for shift in range(top, -1, -BYTE):
-        digit, first = number >> shift, shift == top
-        if first:  # the signed one
-            digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
-        else:
-            inside, digit = digit >> BYTE == _by_set(prefix, label), digit & 255
-        bins = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+    """Which rows (R, G, m) have the `rank` smallest scores, of equal ones the first, of a set of `real` (R, sets)."""
+    sets, left, top = real.shape[1], torch.full_like(real, rank), 8 * (score.element_size() - 1)
+    number = ordered(score) ^ (-128 << top)  # bytes without sign
+    # Bytes are compared from the first one on.
+    equal = torch.ones_like(number, dtype=torch.bool)
+    smaller = ~equal
+    for shift in range(top, -1, -8):
+        byte = number >> shift & 255
+        bins = torch.where(equal, label * 256 + byte, sets * 256).flatten(1)
         histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
         histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
         upto = histogram.cumsum(-1)
-        median_bin = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
-        left = left - (upto - histogram).gather(-1, median_bin).squeeze(-1)
-        median_bin = median_bin.squeeze(-1)
-        prefix = median_bin - 128 if first else prefix * 256 + median_bin
-    middle = _by_set(prefix, label)
-    place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
-    first_of_equal = (number == middle) & (place < _by_set(left, label))
-    return (number < middle) | first_of_equal | _by_set(real <= rank, label)
+        median = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - histogram).gather(-1, median).squeeze(-1)
+        middle = _by_set(median.squeeze(-1), label)
+        smaller, equal = smaller | (equal & (byte < middle)), equal & (byte == middle)
+    place, _ = places(torch.where(equal, label, sets), sets + 1, totals)
+    return smaller | (equal & (place < _by_set(left, label))) | _by_set(real <= rank, label)
 
 
 def _by_set(values: Tensor, label: Tensor) -> Tensor:
-    """Values of sets (R, sets), for every row (R, G, m)."""
+    """Values (R, sets) for every row (R, G, m)."""
     return values.gather(1, label.flatten(1)).view(label.shape)
 
 

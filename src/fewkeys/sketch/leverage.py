@@ -2,7 +2,7 @@
 
 `score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`. With weights `|s|^2` no query can give key j more
 attention, so the keys with `score >= eps` hold every entry >= eps, for any query. The same holds for weights `|s|^p`
-and the l_p sensitivities, which lewis.py bounds from above.
+and the l_p sensitivities, which lewis.py bounds.
 """
 
 import torch
@@ -14,7 +14,7 @@ from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 ROUNDING = 1e-9
-"""float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at exactly eps."""
+"""float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at eps."""
 
 
 def checked(name: str, keys: object) -> Tensor:
@@ -38,8 +38,8 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
         power: p > 0.
 
     Returns:
-        (B, H, N), in [0, 1], float64 for float64 input and float32 otherwise. Cost O(N D^2) for power 2,
-        O(N D^2) per step (3 to 60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor powers of m columns.
+        (B, H, N), in [0, 1], float64 for float64 input, else float32. Cost O(N D^2) for power 2, O(N D^2) a step (3 to
+        60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor powers of m columns.
 
     Raises:
         TypeError, ValueError: `key` is not a finite floating tensor of rank 4, `power` is not positive.

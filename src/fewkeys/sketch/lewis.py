@@ -1,8 +1,8 @@
 """Upper bounds on l_p sensitivities, `sigma_j = sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p`, for every p > 0.
 
 **Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py). The
-leverage score of phi(k_j) is a supremum over more vectors than the phi(y), so it is at least sigma_j. The bounds sum to
-the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K). For p = 2 they are the sensitivities.
+leverage score of phi(k_j) is a supremum over more vectors than the phi(y), so it is at least sigma_j; for p = 2 it is
+sigma_j. The bounds sum to the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
 
 **Any p, Lewis weights.** Take positive weights w, `M = sum_l w_l^(1-2/p) k_l k_l^T`, `tau_j = k_j^T M^+ k_j` and
 `|y|_M^2 = y^T M y`. For every w, `<k_j, y>^2 <= tau_j |y|_M^2` (*) by Cauchy-Schwarz, and therefore:
@@ -13,8 +13,8 @@ the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
 - p >= 2: `|y|_M^2 <= (sum_l w_l)^(1-2/p) (sum_l |<k_l, y>|^p)^(2/p)` by Hoelder, and
   `sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)`.
 
-The bounds hold at any iterate. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`, which sums to r, C is 1 and
-they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged*: the bounds sum to at most
+The bounds hold for any w. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`, which sums to r, C is 1 and they
+are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged*: the bounds sum to at most
 `1 + TOLERANCE max(1, p/2)` times that total. The iterations:
 
 - p < 2: `w <- tau(w)^(p/2)`. If two weights differ by factors within e^(+-t), their tau differ by factors within
@@ -25,8 +25,8 @@ they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Conve
   never decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for
   every p > 2 (the first one need not for p >= 4), near the fixed point at a rate of at most `1 - 2/p`.
 
-Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). With
-distributed keys, all processes take the same steps, by `Totals`, and each computes the bounds of its keys.
+Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). If keys are
+distributed, all processes take the same steps, and each computes the bounds of its keys.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Lewis:
     """Weights (B, H, N) near the fixed point and the bounds (B, H, N) proved from them, both float64.
 
     `excess` (B, H): the sum of the bounds, before they are cut at 1, over the theorem's total, less 1; infinite where
-    float64 could not invert M and the bounds are 1. `steps`: the iterations made.
+    float64 could not invert M, so that the bounds are 1. `steps`: the iterations made.
     """
 
     weights: Tensor
@@ -64,7 +64,7 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
     """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D), zero for zero rows.
 
     For even powers whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both bounds above.
-    With `totals` over several processes, `rows` are this one's, possibly none.
+    `rows` are those of this process, possibly none.
     """
     degree = even_degree(power)
     if degree == 1:
@@ -80,9 +80,9 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
 def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """Leverage scores (B, H, N) of the tensor powers of rows (B, H, N, D): bounds for power 2 * degree.
 
-    The rows are whitened first: else the features' Gram matrix would have the 2 * degree-th power of the rows'
-    condition number. A head whose features are still linearly dependent in float64 gets the bound 1: leaving out
-    directions would understate scores. Cost O(n m^2) for m features.
+    The rows are whitened first: else the features' Gram matrix would have the 2 * degree-th power of their condition
+    number. Where features are still linearly dependent in float64, bounds are 1: leaving out directions would
+    understate scores. Cost O(n m^2) for m features.
     """
     basis, _ = _whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
@@ -98,7 +98,7 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
 
 
 def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
-    """Lewis weights of rows (B, H, N, D) for a power p > 0 and the bounds of the module's header."""
+    """Lewis weights of rows (B, H, N, D) for a power p > 0, and their bounds."""
     basis, empty = _whitened(rows, totals)
     rank = (~empty).sum(-1).double()
     target = rank.clamp_min(1).log() * max(1.0, power / 2)
@@ -121,12 +121,11 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
         reached = totals.logsumexp(torch.where(real, bounds, -torch.inf).logsumexp(-1))
         excess = torch.where(rank > 0, (reached - target).expm1(), 0.0).where(sound, torch.inf)
         steps += 1
-        # All processes must stop together, even if the last bits of their results differ.
+        # All processes must stop together, even if their last bits differ.
         unfinished = totals.max((~(excess <= TOLERANCE * max(1.0, power / 2)) & sound).any().double())
         if steps == MAX_STEPS or not bool(unfinished):
             break
         log = torch.where(sound.unsqueeze(-1), following, log)
-    # Heads whose M cannot be inverted in float64 get the bound 1.
     bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
     return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
 
@@ -141,17 +140,17 @@ def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def _leverage(basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`k^T M^-1 k` (B, H, N), rounded up, for `M = sum_l weight_l k_l k_l^T` without `empty` columns; and its error."""
+    """`k^T M^-1 k` (B, H, N), rounded up, `M = sum_l weight_l k_l k_l^T` without `empty` columns; and its error."""
     matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
     root, doubt = _inverse_root(matrix, empty.double())
     return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
 
 
 def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """W with `W W^T = matrix^-1`, up to the relative error `doubt` (B, H) in any `k^T W W^T k`; infinite: no inverse.
+    """W with `W W^T = matrix^-1`, and the relative error (B, H) of any `k^T W W^T k`; infinite: no inverse.
 
-    The zero columns `empty` (B, H, D) get a one on the diagonal. After scaling to a unit diagonal, Cholesky's error is
-    at most a small multiple of `D u` in the matrix, and the inverse that magnifies it has a norm of at most `|W|_F^2`.
+    Zero columns, marked in `empty` (B, H, D), get a one on the diagonal. After scaling to a unit diagonal, Cholesky's
+    error in the matrix is at most a small multiple of `D u`, magnified by the inverse, whose norm is at most `|W|_F^2`.
     """
     scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
     matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)

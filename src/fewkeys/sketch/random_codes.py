@@ -1,7 +1,7 @@
 """Scores of all keys from two bits a number, with errors of known size whatever the keys are.
 
-The rotation of `fewkeys.sketch.codes` is fixed, so there are keys whose code hides them. Here keys are rotated first by
-a uniform orthogonal matrix Q, drawn for this call: k' = H S Q (k - m). The multiple of the code's levels whose error is
+The rotation of `fewkeys.sketch.codes` is fixed, so there are keys that it hides. Here keys are rotated first by a
+uniform orthogonal matrix Q, drawn for this call: k' = H S Q (k - m). The multiple of the code's levels whose error is
 at right angles to k' stands for the key (RaBitQ: Gao and Long, 2024),
 
     coded = levels |k'|^2 / (k' . levels)      rest = k' - coded

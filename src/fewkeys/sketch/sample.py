@@ -1,4 +1,4 @@
-"""Evenly spaced samples of the real rows of sequences, and centring: padding changes nothing."""
+"""Evenly spaced samples of real rows, and centring: padding changes nothing."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from fewkeys.core.rows import marked_places
 from fewkeys.core.totals import WHOLE, Totals
 
 PART = 4
-"""Samples have one in so many keys, within bounds."""
+"""One in so many keys is sampled, within bounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,29 +34,27 @@ class Subset:
         return rows[:, :, : self.real.shape[1]] * self.real[:, None, :, None].to(rows.dtype)
 
 
-def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain; and its `real`."""
+def sample(real: Tensor, most: int | Tensor) -> Subset:
+    """Every s-th true entry of `real` (B, N), about `most` (an int, or (B, 1)) of each row."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())
     if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
-        sampled = sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))]
-        return Subset(step, real=sampled), sampled
+        return Subset(step, real=sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))])
     index = marked_places(sampled, least=1)
-    sampled = sampled.gather(-1, index)
-    return Subset(index=index, real=sampled), sampled
+    return Subset(index=index, real=sampled.gather(-1, index))
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
-    """About a quarter of the real keys of every sequence, from `least` to `most`, evenly spaced."""
+    """About a quarter of the real keys of every sequence, from `least` to `most`."""
     if inputs.valid is not None:
-        return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))[0]
+        return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))
     stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
     return Subset(stride, -inputs.whole.first_key % stride)
 
 
 def centre(rows: Tensor, valid: Tensor | None, totals: Totals = WHOLE) -> Tensor:
-    """Rows (B, H, N, D) minus the mean of the real ones, which `valid` (B, N) marks; the others are zero."""
+    """Rows (B, H, N, D) minus the mean of those `valid` (B, N); the others are zero."""
     count = rows.new_full((), rows.shape[2]) if valid is None else valid.sum(-1)[:, None, None, None]
     rows = rows - totals.sum(rows.sum(-2, keepdim=True)) / totals.sum(count).clamp_min(1)
     return rows if valid is None else rows.masked_fill(~valid[:, None, :, None], 0.0)

@@ -1,4 +1,4 @@
-"""Weighted sums of keys and values, by cluster or over all."""
+"""Weighted sums of rows by label."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ def members(label: Tensor, share: Tensor, count: int) -> Tensor:
 
 
 def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> Tensor:
-    """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X) with weights (B, H, M, N).
+    """`sum_{j: label_j = c} weights_hj x_j` (B, H, M, count, X) of rows (B, H, N, X), weights (B, H, M, N), labels
+    (B, H, N).
 
-    Each chunk of rows with one label (B, H, N) is a product of matrices. Cost O(T M X) with T = N + count `CHUNK`,
-    memory O(T (M + X)) for M up to `CHUNK`. For M = 1 all rows are one product, of cost O(N count X).
+    Cost O(T M X) with T = N + count `CHUNK`, memory O(T (M + X)) for M up to `CHUNK`: one product of matrices for each
+    chunk. For M = 1 there is one product for all rows, of cost O(N count X).
     """
     if weights.shape[2] == 1:
         return (members(label, weights.squeeze(2), count).mT @ rows).unsqueeze(2)
@@ -32,7 +33,7 @@ def sums_by_label(rows: Tensor, weights: Tensor, label: Tensor, count: int) -> T
 
 
 def _chunks(label: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of every chunk, one chunk after the other, N where it has no more; and the label of every chunk."""
+    """The rows of every chunk, N where it has no more; and the labels of the chunks."""
     rows, device = label.shape[2], label.device
     total = rows // CHUNK + count  # at least the chunks that are needed
     ordered, order = label.sort(dim=-1, stable=True)

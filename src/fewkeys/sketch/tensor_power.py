@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_WIDTH = 2500
-"""Widest features worth a Gram matrix: d = 64 at degree 2 has 2080, at degree 3 already 45760."""
+"""The widest features worth a Gram matrix: d = 64 has 2080 at degree 2, 45760 at degree 3."""
 
 
 def width(size: int, degree: int) -> int:
@@ -27,7 +27,7 @@ def even_degree(power: float) -> int:
 
 
 def tensor_features(rows: Tensor, degree: int) -> Tensor:
-    """`phi(k)` (..., N, C(D + degree - 1, degree)) of rows (..., N, D); degree 1 returns the rows."""
+    """`phi(k)` (..., N, `width(D, degree)`) of rows (..., N, D)."""
     if degree == 1:
         return rows
     index, weight = _monomials(rows.shape[-1], degree)

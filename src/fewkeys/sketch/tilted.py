@@ -1,8 +1,7 @@
-"""For every cohort of queries, sums over the keys that it does not keep, with the cohort's weights.
+"""Sums over the keys that a cohort of queries does not keep, with the cohort's weights.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the weights
-are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2, as for a query that is at t between indifferent to the
-cluster (0) and fully attending to it (1).
+are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2 (`rest.ClusterMeans` has the reason).
 """
 
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Tilted(NamedTuple):
 def tilted_sums(
     inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
-    """The sums without the keys `index` (B, Hkv, H, S), those `used`, of each cohort. Cost O(n H (D + Dv) + n D Dv)."""
+    """The sums without each cohort's keys `index` (B, Hkv, H, S), those `used`. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts.within)}
     facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
@@ -61,8 +60,8 @@ def tilted_sums(
 class TiltArgs:
     """Arguments of the sums over `count` clusters.
 
-    `facts`: "real" (B, Nk) or None; "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk);
-    "middle", the mean key; "mean" and "filled" as in `Cohorts`; "index" and "used" as in `tilted_sums`.
+    `facts`: "real" (B, Nk) or None; "label" and "half_variance" (B, Hkv, Nk); "middle", the mean key; "mean" and
+    "filled" of `Cohorts`; "index" and "used" of `tilted_sums`.
     """
 
     facts: dict[str, Any]
@@ -73,31 +72,25 @@ class TiltArgs:
 
 
 def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
-    facts, label = args.facts, args.facts["label"]
+    facts, label, half_variance = args.facts, args.facts["label"], args.facts["half_variance"].unsqueeze(-1)
     centred, values = working(key) - facts["middle"], working(value)
+    columns = [torch.ones_like(half_variance), half_variance, centred, values]
     with constants():
-        level, members = _levels(centred.detach(), args)
-        e = _weights(centred.detach(), args, level)
+        level, members = _levels(torch.cat(columns[:3], -1), args)
+        e = _weights(centred, args, level)
         listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
         size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
-        numbers = _numbers(facts["half_variance"])
-    sums = sums_by_label(torch.cat([numbers, centred, values], -1), e, label, args.count)
-    mass, half_energy, key_sum, value_sum = sums.split([1, 1, centred.shape[-1], values.shape[-1]], -1)
+    sums = sums_by_label(torch.cat(columns, -1), e, label, args.count)
+    mass, half_energy, key_sum, value_sum = sums.split([part.shape[-1] for part in columns], -1)
     mass, energy = mass.detach().squeeze(-1), 2 * half_energy.detach().squeeze(-1)
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
     return Tilted(mass, energy, size, key_sum, value_sum, level, products)
 
 
-def _numbers(half_variance: Tensor) -> Tensor:
-    """1 and `k^T W k / 2` of every key."""
-    return torch.stack([torch.ones_like(half_variance), half_variance], -1)
-
-
-def _levels(centred: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
-    """g_hc (B, Hkv, H, C), from a cluster's mean key and mean `k^T W k / 2`; and the real keys here, (B, Hkv, C)."""
-    facts, spread = args.facts, args.facts["half_variance"]
-    real = torch.ones_like(spread) if facts["real"] is None else facts["real"][:, None].to(spread).expand_as(spread)
-    rows = torch.cat([_numbers(spread), centred], -1)
+def _levels(rows: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+    """g_hc (B, Hkv, H, C), and the real keys here, (B, Hkv, C), from `[1, k^T W k / 2, k]` (B, Hkv, N, 2 + D)."""
+    facts, ones = args.facts, rows[..., 0]
+    real = ones if facts["real"] is None else facts["real"][:, None] * ones
     here = sums_by_label(rows, real.unsqueeze(2), facts["label"], args.count).squeeze(2)
     sums = args.totals.sum(here)
     mean = sums[..., 1:] / sums[..., :1].clamp_min(1)
