@@ -7,7 +7,7 @@
 namespace fewkeys {
 
 constexpr int CHUNK = 32;     // keys that are scored at once
-constexpr int64_t AHEAD = 8;  // rows that are prefetched
+constexpr int64_t AHEAD = 32;  // rows between the one that is read and the one that is prefetched
 
 // The `rank` smallest of a list of numbers: those below `end`, and the first `ties` of those equal to `end`.
 struct Smallest {

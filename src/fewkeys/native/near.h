@@ -1,6 +1,7 @@
 // Attention to a shared list of keys, to the keys of a window (the band) and to stand-ins. `fewkeys.rest.base.StandIns`
 // has the equations. Heads are numbered through all sequences.
 #pragma once
+#include "rows.h"
 #include "tile.h"
 
 namespace fewkeys {
@@ -153,6 +154,10 @@ class Columns {
     key_stride = dim, value_stride = wide;
     float *to_key = copy.data(), *to_value = to_key + count * dim;
     key = to_key, value = to_value;
+    for (int64_t c = head * p.entries; c < (head + 1) * p.entries; c++) {  // they lie anywhere
+      prefetch(p.key.at<T>(head / p.cohorts, p.place[c]), dim * sizeof(T));
+      prefetch(p.value.at<T>(head / p.cohorts, p.place[c]), value_dim * sizeof(T));
+    }
     for (int64_t c = 0; c < p.entries; c++, to_key += dim, to_value += wide) {
       const int64_t place = p.place[head * p.entries + c];
       const bool used = p.used[head * p.entries + c];
