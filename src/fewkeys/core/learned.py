@@ -45,7 +45,8 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-def _file_name(mark: str) -> str:
+def file_name(mark: str) -> str:
+    """The file of the tensors of this fingerprint."""
     return f"learned-{mark}.safetensors"
 
 
@@ -53,7 +54,7 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
     """Write tensors into `directory` (made if missing); returns their fingerprint."""
     folder, mark = Path(directory), fingerprint(kind, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / _file_name(mark), save(plain(tensors)))
+    write_whole(folder / file_name(mark), save(plain(tensors)))
     return mark
 
 
@@ -61,7 +62,7 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
     """The tensors of a fingerprint; `ValueError` if its file is missing or holds anything else."""
     if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:  # else it could name another folder
         raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
-    path = Path(directory) / _file_name(mark)
+    path = Path(directory) / file_name(mark)
     try:
         tensors = loaded(path.read_bytes())
     except FileNotFoundError:
@@ -119,5 +120,5 @@ def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, L
         try:
             learned[mark] = kind(**tensors)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"directory: {_file_name(mark)} holds no valid {name}: {error}") from None
+            raise ValueError(f"directory: {file_name(mark)} holds no valid {name}: {error}") from None
     return learned
