@@ -25,6 +25,7 @@ from transformers import (
 
 import fewkeys as fk
 import tiny_models
+from fewkeys.native.sets import SETS
 from test_project import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -155,6 +156,16 @@ def test_notebooks_run_and_hold_no_output(notebook, tmp_path, monkeypatch):
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [], "clear the outputs before committing"
             exec(compile("".join(cell["source"]), f"{notebook.name}, cell {number}", "exec"), has)
+
+
+def test_quoted_messages_are_those_of_the_code():
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.M)
+    parts = [part.strip() for text in quoted for part in text.rpartition(": ")[2].split("...")]
+    assert len(quoted) > 3
+    assert [part for part in parts if part not in source] == []
+    (named,) = re.findall(r"compiling the kernels for (\w+) with", (ROOT / "docs" / "install.md").read_text())
+    assert named in map(str, SETS)
 
 
 def test_every_page_with_a_reader_is_read():

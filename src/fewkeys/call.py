@@ -58,14 +58,16 @@ def attention(
             for decoding with a cache).
         generator: source of randomness for plans that draw; default: seed 0 at every call.
         impl: the code for statistics and attention; refused with the reason where it cannot run.
-            "reference": dense, the definition. "torch": operations of torch, in linear time and memory (oracle
-            selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
-            with gradients, over all but extra edges, `Moments` and lists for every query. "auto": "native" where it
-            can, else "torch". All but "reference" answer exactly where the plan keeps every key. For plans with
-            `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is faster, by a model of
-            this machine: its measurements are kept for 30 days, or an hour if other work disturbed them.
+            "reference": dense, the definition. "torch": operations of torch, without an n x n tensor. "native":
+            C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16, with gradients, over all but
+            extra edges, `Moments`, lists of single queries or blocks, rules beside a `KeyScan`, and `distance_bias`.
+            "auto": "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
+            key. For plans with `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is
+            faster, by a model of this machine: its measurements are kept for 30 days, or an hour if other work
+            disturbed them.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
-            queries computed exactly, is above this. A `Guard`, which says what that costs and means, counts how often.
+            queries computed exactly, is above this. A `fewkeys.Guard` in place of the number counts how often that
+            happens; its docstring says what it costs and means.
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
             query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; for
             stand-ins as in `fewkeys.core.distances`. Oracles and lists of cohorts choose keys with it, other rules
@@ -78,7 +80,8 @@ def attention(
         TypeError, ValueError: malformed input, naming the argument, what was expected, what came, and the fix.
 
     Gradients flow through kept keys, values, stand-ins and the bias, not through the selection. `torch.compile` breaks
-    its graph at the call. Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
+    its graph at the call. Cost O(n (slots)(D + Dv)) after the selection: O(n D (D + clusters)) for `budget(slots)`, and
+    O(n^2 D) for oracles and for the scan of `budget(slots, is_causal=True)`.
     """
     if unknown:
         raise unknown_option(next(iter(unknown)))

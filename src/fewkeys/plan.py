@@ -187,10 +187,11 @@ def budget(
 
     Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
     cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
-    term is an eighth of the slots, at most 8. Of all other slots five eighths are outliers. The number of cohorts is a
-    power of two, by default about 4096 / slots, at most 64; more have a smaller error and take longer to prepare. With
-    `cohorts=1` all queries of a head share means and a list (three sixteenths of the slots), and a quarter of the slots
-    is a window. The shares were chosen on encoders of text, speech, images and molecules (experiments/encoders).
+    term is an eighth of the slots, at most 8. Outliers are five eighths of what the window leaves, means the others.
+    The number of cohorts is a power of two, by default about 4096 / slots, at most 64; more have a smaller error and
+    take longer to prepare. With `cohorts=1` all queries of a head share means and a list (three sixteenths of the
+    slots), and a quarter of the slots is a window. The shares were chosen on encoders of text, speech, images and
+    molecules (experiments/encoders).
 
     With `is_causal=True`, `memory` is "all" or "constant":
 
@@ -200,7 +201,8 @@ def budget(
     - "constant": keys are deleted after they were summarised, for streams and caches that must not grow. About half of
       the slots are recent blocks of keys, on average; all others are means of the keys before them.
 
-    The plan sets `exact_if_faster`, and `is_causal` as given.
+    The plan sets `exact_if_faster`: where exact attention is faster, as on short inputs, `impl="auto"` uses it. And
+    `is_causal` as given: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
     check_flag("is_causal", is_causal)

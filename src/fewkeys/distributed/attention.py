@@ -47,15 +47,15 @@ def attention(
     are left are gathered; local queries attend to them. A collective: only tensors differ between ranks.
 
     Args:
-        query: (B, Hq, Nq_local, D), this rank's queries; Nq_local may be 0.
+        query: (B, Hq, Nq_local, D), this rank's queries; Nq_local may be 0. Beside a `Window`, and under causality,
+            as many as keys.
         key: (B, Hkv, N_local, D), as in `leverage_scores`. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone; or `Outliers`, with or without a
             `Window`; or `KeyScan`, for which bytes sent grow with the number of queries.
         rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
-        is_causal: a query sees the tokens before it on all ranks. Needs `KeyScan` and as many queries as keys on every
-            rank.
+        is_causal: a query sees itself and the tokens before it on all ranks. Needs `KeyScan`.
         group: as in `leverage_scores`.
 
     Returns:

@@ -48,6 +48,7 @@ def compare(
     """Compare each plan with exact attention on captured queries, keys and values.
 
     Args:
+        capture: the inputs of every layer, from `fewkeys.capture`.
         plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` (exact attention is judged once);
             or a list of plans, or one plan. A plan may be a `ModelPlan`, as `fewkeys.tune` makes it.
         model, batches: the model, in eval mode, and the token ids that were captured, for the effect of replacing

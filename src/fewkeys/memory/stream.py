@@ -48,8 +48,9 @@ class Stream:
         stream.append(key, value)        # (B, Hkv, N, D), (B, Hkv, N, Dv)
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
-    Up to rounding the outputs are those of `fewkeys.attention` on the whole sequence with the same plan. Sequences with
-    different padding are computed in turn. A token costs O(slots (D + Dv)) at any length, and in addition:
+    With `plan.never_exact()` the outputs are, up to rounding, those of `fewkeys.attention` on the whole sequence; else
+    `attention` may answer a whole call exactly, and a stream of a `KeyScan` its first tokens. Sequences with different
+    padding are computed in turn. A token costs O(slots (D + Dv)) at any length, and in addition:
 
         RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
         KeyScan                     memory O(n (D + Dv)); O(D log D) for the code of a key, and a scan of n D / 4 bytes

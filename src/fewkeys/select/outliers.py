@@ -32,8 +32,8 @@ class Outliers(CountedSelector):
 
     `cohorts` H > 1, a power of two: each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its own list,
     by its own importance g_hj, alone or beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of
-    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); for all queries it would
-    change nearly nothing.
+    distances, g_hj includes the cohort's bias at the key (`fewkeys.sketch.cohort_bias`); a list that all queries share
+    ignores the bias, which would change it little.
     """
 
     clusters: int

@@ -66,7 +66,8 @@ class Sketched:
     n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query and
     candidate. `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to estimate.
 
-    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; the module derives statements and constants.
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms;
+    fewkeys/papers/levattention/sketched.py derives statements and constants.
     """
 
     normalizers: float | None = None

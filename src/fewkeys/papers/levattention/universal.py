@@ -35,7 +35,8 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
     Raises:
         TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.
 
-    Source: LevAttention (arXiv 2410.05462), section 2; the proof for `bounded_growth` is in the module.
+    Source: LevAttention (arXiv 2410.05462), section 2; the proof for `bounded_growth` is in the source file
+    (fewkeys/papers/levattention/universal.py).
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)
