@@ -52,11 +52,11 @@ class Stream:
     `attention` may answer a whole call exactly, and a stream of a `KeyScan` its first tokens. Sequences with different
     padding are computed in turn. A token costs O(slots (D + Dv)) at any length, and in addition:
 
-        RecentBlocks, Window, ...   memory of a fixed size; one update of the summary every `unit` tokens
+        RecentBlocks, Window, ...   memory of a fixed size; one update of the summary for each unit of tokens
         KeyScan                     memory O(n (D + Dv)); O(D log D) for the code of a key, and a scan of n D / 4 bytes
 
-    `undo`: the number of latest tokens that `crop` can always remove, for the memory of one or two more units. No
-    gradients.
+    A unit is a recent block or, without recent blocks, 32 tokens. `undo`: the number of latest tokens that `crop` can
+    always remove, for the memory of one or two more units. No gradients.
     """
 
     def __init__(
