@@ -51,10 +51,11 @@ class Explanation:
 
 @full_precision()
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
-    """What `fewkeys.attention` does with such a call on this machine, and why. It has the same options and errors.
+    """What `fewkeys.attention` does with such a call on this machine, and why, as a value and in words (`print`).
 
-    It chooses keys and makes stand-ins, on which the executor depends. For a plan with `exact_if_faster` the first call
-    measures the machine: some tenths of a second on a CPU.
+    Options and errors are those of `attention`, without `keep`, `rest`, `weights` and `max_error`; `plan` is one plan,
+    not one for each head. `explain` chooses keys and makes stand-ins, on which the executor depends. For a plan with
+    `exact_if_faster` the first call measures the machine: some tenths of a second on a CPU.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
