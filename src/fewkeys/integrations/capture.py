@@ -55,7 +55,8 @@ def capture(
         batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them. Models
             of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
-        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`.
+        weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Comparisons and
+            tuning judge by softmax even so.
         part: of an encoder-decoder: "encoder", which runs alone, "decoder" (its self-attention) or "cross", for which
             batches also hold `decoder_input_ids`. Padding by `decoder_attention_mask` marks the queries of
             cross-attention.

@@ -45,7 +45,7 @@ def compare(
     progress: Callable[[int, int, str], None] | None = None,
     seed: int = 0,
 ) -> Report:
-    """Compare each plan with exact attention on captured queries, keys and values.
+    """Compare each plan with exact softmax attention on captured queries, keys and values.
 
     Args:
         capture: the inputs of every layer, from `fewkeys.capture`.
