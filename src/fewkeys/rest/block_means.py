@@ -21,7 +21,7 @@ from fewkeys.sketch.codes import BLOCK
 
 @dataclass(frozen=True)
 class BlockMeans(CountedRest):
-    """Beside `KeyScan`: at most `count` ranges of the past, each represented by its mean key and mean value.
+    """At most `count` ranges of the past, each represented by its mean key and mean value. Beside `KeyScan` alone.
 
     If a query's own block is the s-th (from 0), the s blocks of 32 keys before it are in ranges that begin
 

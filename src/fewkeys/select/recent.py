@@ -13,7 +13,7 @@ from fewkeys.select.base import Recent, Remembered, Selector
 
 @dataclass(frozen=True)
 class RecentBlocks(Selector):
-    """Keys of the query's own block of `size` positions and of `blocks - 1` before it (not causal: and after it).
+    """Keys of the query's own block of `size` positions and of `blocks - 1` before it (not causal, also after it).
 
     Blocks are of absolute positions, 0 .. size - 1 the first: they leave the window at once, as `rest=RunningMeans` and
     streams need. Under causality a query keeps `(blocks - 1/2) size` keys on average. `size` is a power of two, so that

@@ -74,8 +74,8 @@ class GlobalTokens(CountedSelector):
 
 @dataclass(frozen=True)
 class RandomEdges(CountedSelector):
-    """The control for edges: every query keeps `count` of the keys that it may see, drawn by the call's generator
-    without replacement. Query heads that share their keys share the draw. Cost O(n^2).
+    """Every query keeps `count` of the keys that it may see, drawn by the call's generator without replacement: the
+    control for edges. Query heads that share their keys share the draw. Cost O(n^2).
     """
 
     is_oracle: ClassVar[bool] = True
