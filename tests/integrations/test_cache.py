@@ -452,7 +452,7 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         logits(model, ids[[1, 0], : step - gone], [step - gone], other)
         close(logits(model, ids[:, :9], [9], one), logits(model, ids[:, :9], [9], other))
     with pytest.raises(ValueError, match=r"^tokens_to_remove: .* summarised"):
-        one.crop(-90)
+        one.crop(-89)
     with pytest.raises(ValueError, match=rf"^tokens_to_remove: expected -{one.get_seq_length()} .* to 0, got -1000"):
         one.crop(-1000)
 
@@ -497,6 +497,23 @@ def test_a_call_that_stopped_midway_is_removed_or_refused(plan, make, place, mon
     close(logits(model, ids[:, 40:], [20], cache), want)
     cache.crop(-10)
     assert {stream.length for layer in cache.layers for stream in layer.calls} == {50}
+
+
+@torch.no_grad()
+def test_a_first_call_that_stopped_midway_can_be_removed():
+    """However many of its tokens the layers have summarised."""
+    model, ids = llama(), tokens(2, 60)
+    cache, want = fk.cache(model, FEW), logits(model, ids, [60], fk.cache(model, FEW))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ids, [60], cache)
+    hook.remove()
+    cache.crop(0)
+    close(logits(model, ids, [60], cache), want)
 
 
 def test_sequences_are_repeated_and_selected():

@@ -279,6 +279,22 @@ def test_a_token_in_one_call_is_that_of_two(dtype, gives_way, leaves, giving_way
     assert all(torch.equal(*pair) for pair in zip(*(s.contents()[1].values() for s in (one, other)), strict=True))
 
 
+@needs_compiler
+@pytest.mark.parametrize("leaves", ["model", "int8"])
+def test_a_token_in_one_call_reads_the_codes_of_what_replaced_cropped_tokens(leaves):
+    """In the block of the last call, whose keys before it came again without queries."""
+    tokens = one_by_one(torch.float32, 100)
+    stream, other = (fk.stream(PLANS["means"], leaves=leaves) for _ in range(2))
+    for token in tokens:
+        stream.answer(*token)
+    stream.crop(40)
+    for number, (_, key, value) in enumerate(tokens[:99]):
+        for one in (other,) if number < 40 else (stream, other):
+            one.append(key * (1 if number < 40 else -3), value)
+            one.key_mask()
+    assert torch.equal(stream.answer(*tokens[99]), fed(other, *tokens[99]))
+
+
 def spoiled(rows, number):
     rows = rows.clone()
     rows[0, 0, 0, 3] = number

@@ -204,12 +204,14 @@ def test_cropping_forgets_what_came_later(plan, back):
     torch.testing.assert_close(actual, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("seen", [8, 130])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_stream_cropped_to_nothing_is_saved_and_goes_on(plan, tmp_path):
+def test_a_stream_cropped_to_nothing_is_saved_and_goes_on(plan, seen, tmp_path):
+    """Also where tokens have been summarised."""
     q, k, v = SHAPES[0].draw()
     mask = real(SHAPES[0])
     stream, other = fk.stream(plan), fk.stream(plan)
-    feed(stream, q[:, :, :8], k[:, :, :8], v[:, :, :8], mask[:, :8], [8])
+    feed(stream, q[:, :, :seen], k[:, :, :seen], v[:, :, :seen], mask[:, :seen], [seen])
     stream.crop(0)
     stream.save(tmp_path / "stream")
     stream = Stream.load(tmp_path / "stream")
@@ -385,6 +387,16 @@ REFUSED = {
         s.merge(other),
     ),
 }
+
+
+def test_a_stream_that_cannot_be_merged_into_an_empty_one_leaves_it_empty():
+    q, k, v = SHAPES[0].draw()
+    stream, other = fk.stream(FULL), fk.stream(FULL)
+    other.append(k, v)
+    with pytest.raises(ValueError, match="cannot be joined"):
+        stream.merge(other)
+    assert stream.batch is None
+    stream.answer(q[:1], k[:1], v[:1])
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

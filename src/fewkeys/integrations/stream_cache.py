@@ -179,7 +179,8 @@ class StreamCache(Cache):
         if len(lengths) > 1:
             raise ValueError(
                 f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
-                "before did not reach its end; use crop(0) to remove its tokens, and call again"
+                "before did not reach its end; use crop(0) to remove its tokens, or reset() to remove all, and call "
+                "again"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

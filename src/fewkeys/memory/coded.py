@@ -87,7 +87,7 @@ class Coded(Fields):
 
     @property
     def fewest(self) -> int:
-        """The smallest number of tokens that `crop` can leave."""
+        """The smallest number of tokens, beside 0, that `crop` can leave."""
         return 0
 
     def extend(
@@ -148,7 +148,7 @@ class Coded(Fields):
             buffer.count = count
         for buffer in (self.codes, self.sigma, self.sums):
             buffer.count = min(buffer.count, count // BLOCK + (buffer is self.sums))
-        return self
+        return replace(self, step=None)  # its block may come again with other codes
 
     def merge(self, other: Coded) -> Coded:
         memory = replace(self, is_large=self.is_large or other.is_large)

@@ -100,6 +100,7 @@ class Constant(Fields):
 
     @property
     def fewest(self) -> int:
+        """The smallest number of tokens, beside 0, that `crop` can leave."""
         return self.before[0].moved if self.before else self.state.moved
 
     def extend(
@@ -122,6 +123,9 @@ class Constant(Fields):
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
     def crop(self, count: int) -> Constant:
+        if count < self.fewest:  # none stays
+            empty = State.empty(self.parts.means, self.state.near.key, self.state.near.value)
+            return replace(self, state=empty, before=())
         state, before = self.state, [*self.before]
         while count < state.moved:
             state = before.pop()

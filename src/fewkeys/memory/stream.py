@@ -171,8 +171,8 @@ class Stream:
         self._kind = self._kind._replace(batch=len(index))
 
     def crop(self, length: int) -> None:
-        """Remove the tokens from position `length` on: in a stream of a `KeyScan` any number, else the last `undo` and
-        those of the current unit. `ValueError` for more.
+        """Remove the tokens from position `length` on: in a stream of a `KeyScan` any number, else all, or the last
+        `undo` and those of the current unit. `ValueError` for others.
         """
         self.check_crop(length)
         if length < self.length:
@@ -185,7 +185,7 @@ class Stream:
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"{name}: expected 0 to {self.length}, the tokens seen, got {length}")
         for group in self._groups:
-            if real_tokens(group.gaps, length) < group.memory.fewest:
+            if 0 < real_tokens(group.gaps, length) < group.memory.fewest:
                 raise ValueError(
                     f"{name}: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
                     f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
@@ -202,17 +202,18 @@ class Stream:
             raise TypeError(f"other: expected a Stream of the same plan, got {type(other).__name__}")
         self._flush_pending()
         other._flush_pending()
-        if self.plan != other.plan:
+        if self._plans != other._plans:
             raise ValueError(f"other: expected a stream of the plan {self.plan}, got one of {other.plan}")
         if other._kind is None:
             return
-        if self._kind is None:
-            self._begin(other._kind)
-        if self._kind != other._kind:
+        if self._kind not in (None, other._kind):
             raise ValueError(f"other: expected tokens like {self._kind}, got {other._kind}")
-        pairs = [(a, b) for a in self._groups for b in other._groups if a.plan == b.plan]
-        self._groups = [merged for a, b in pairs if (merged := a.merge(b, self.length)) is not None]
-        self._processed += other.length
+        with self._undone_by_errors():
+            if not self._groups:
+                self._begin(other._kind)
+            pairs = [(a, b) for a in self._groups for b in other._groups if a.plan == b.plan]
+            self._groups = [merged for a, b in pairs if (merged := a.merge(b, self.length)) is not None]
+            self._processed += other.length
 
     def memory(self) -> int:
         """The bytes of memory in use."""
