@@ -65,6 +65,18 @@ def test_from_the_first_on_they_are_as_in_float64(name, kind):
     torch.testing.assert_close(actual, want.float(), rtol=1e-5, atol=1e-6 * v.abs().max().item())
 
 
+@pytest.mark.parametrize("name", [name for name, plan in FIXED.items() if plan.rest.running])
+@pytest.mark.parametrize("by", [20, 30, 36, 39])
+def test_small_queries_of_large_keys_become_large_queries_of_small_keys(name, by):
+    """Their scores are small, but the summary also multiplies the later queries by the earlier keys."""
+    q, k, v, _ = draw("small", 150)
+    large, small, sizes = 2.0**by, 2.0**-by, [40, 35, 1, 74]
+    q, k = (torch.cat([part[:, :, :75] / by, part[:, :, 75:] * by], 2) / 4 for part, by in ((q, large), (k, small)))
+    want = feed(fk.stream(FIXED[name]), q.double(), k.double(), v.double(), sizes)
+    actual = feed(fk.stream(FIXED[name]), q, k, v, sizes)
+    torch.testing.assert_close(actual, want.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("kind", EXTREME)
 def test_scans_find_the_keys_that_the_whole_finds(name, kind):

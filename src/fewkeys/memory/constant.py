@@ -1,6 +1,7 @@
 """Memory of a fixed size: near tokens and sinks, exactly, and means of all others.
 
-Once squares may overflow (`fewkeys.core.extent`), everything is in float64: no scale would fit all later entries.
+Once squares of entries (`fewkeys.core.extent`) or of scores may overflow, everything is in float64: no scale would fit
+all later entries.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from fewkeys.past.state import State
 from fewkeys.plan import Plan
 from fewkeys.select.base import Recent
 
+STRONGEST = 56
+"""log2 of the score that summaries can square in float32."""
 NEVER = 2**62
 """A position that no sequence reaches."""
 
@@ -108,10 +111,10 @@ class Constant(Fields):
     ) -> tuple[Constant, Tensor | None]:
         memory = self._in_float64() if is_large else self
         parts, outputs, done = self.parts, [], 0
-        key, value = (rows.to(memory.state.near.key.dtype) for rows in (key, value))
         while done < key.shape[2]:
             memory = memory._begin_unit()
             state = memory.state
+            key, value = (rows.to(state.near.key.dtype) for rows in (key, value))
             stop = min(key.shape[2], done + parts.unit - state.length % parts.unit)
             rows = None
             if query is not None:
@@ -155,16 +158,17 @@ class Constant(Fields):
 
     def _begin_unit(self) -> Constant:
         """Where a unit begins, evicted keys enter the summary, and near tokens that no query needs are dropped."""
-        parts, state, before = self.parts, self.state, self.before
-        place = state.length
-        if place == state.moved or place % parts.unit:
+        parts, place = self.parts, self.state.length
+        if place == self.state.moved or place % parts.unit:
             return self
+        memory = self._in_float64() if _has_strong_scores(self.state) else self
+        state, before = memory.state, memory.before
         if self.rules.undo:
             before = (*(old for old in before if old.length > place - self.rules.undo), state)
         tilted = isinstance(self.rules.plan.weights, Softmax)
         state = state.advance(parts.near_from(place - 1), parts.near_from(place), tilted=tilted)
         near = state.near.between(parts.needed_from(place), place)
-        return replace(self, state=replace(state, near=near), before=before)
+        return replace(memory, state=replace(state, near=near), before=before)
 
 
 def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
@@ -197,6 +201,16 @@ def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tens
     total = reduce(torch.add, (part.sum(-1, keepdim=True) for part in flat))
     mixed = reduce(torch.add, (part @ working(value) for part, (_, value) in zip(flat, sources, strict=True)))
     return torch.unflatten(mixed / positive(total), 2, shape).flatten(1, 2)
+
+
+def _has_strong_scores(state: State) -> bool:
+    """Whether squares of scores may overflow in the summary: of keys and queries of different calls, too."""
+    keys = [float(key.abs().max()) for key in (state.near.key, state.summary.key) if key.numel()]
+    if len(keys) < 2 or state.near.key.dtype == torch.float64:
+        return False
+    queries = state.queries.add(state.unit_queries, state.has_query).moments().second
+    query = math.sqrt(float(queries.diagonal(dim1=-2, dim2=-1).max()))
+    return query * max(keys) * state.near.key.shape[3] > 2.0**STRONGEST
 
 
 def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:
