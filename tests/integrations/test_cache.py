@@ -264,6 +264,15 @@ def test_a_window_that_only_the_configuration_knows():
     close(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(5, 1)], 1), want)
 
 
+def test_the_form_of_rows_may_be_named_where_every_layer_has_a_window():
+    """There is nothing to store in it, but the plan may be for other models, too."""
+    model, ids = mistral(), tokens(2, 30)
+    named = logits(model, ids, [30], fk.cache(model, SCAN, leaves="int8"))
+    assert torch.equal(named, logits(model, ids, [30], fk.cache(model, SCAN)))
+    with pytest.raises(ValueError, match=r"^leaves: expected None for plans without KeyScan"):
+        fk.cache(model, FEW, leaves="int8")
+
+
 def test_a_plan_for_each_layer():
     model, ids = llama().double(), tokens(2, 60)
     actual = logits(model, ids, [60], fk.cache(model, [ALL, FEW, ALL]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -50,12 +50,10 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
     from fewkeys.integrations.stream_cache import StreamCache
 
     _check_layers(model, modules)
-    plans: list[Sequence[Plan]] = []
-    for module, layer_plan in zip(modules, plans_per_layer(plan, modules), strict=True):
-        window = layer_window(module)
-        layer_plan = Plan(Window(window)) if window is not None else cast("LayerPlan", layer_plan)
-        plans.append((layer_plan,) if isinstance(layer_plan, Plan) else tuple(layer_plan))
-    check_leaves(leaves, chain(*plans))
+    given = [(of,) if isinstance(of, Plan) else tuple(of or ()) for of in plans_per_layer(plan, modules)]
+    check_leaves(leaves, chain(*given))
+    windows = map(layer_window, modules)
+    plans = [of if size is None else (Plan(Window(size)),) for of, size in zip(given, windows, strict=True)]
     return StreamCache(model, plans, leaves or "int8")
 
 
