@@ -316,6 +316,24 @@ def test_a_call_that_is_interrupted_anywhere_changes_nothing(plan, leaves, is_pa
             assert torch.equal(go_on(again), want)
 
 
+@pytest.mark.parametrize(("plan", "leaves"), HELD.values(), ids=HELD)
+def test_a_selection_that_is_interrupted_anywhere_changes_nothing(plan, leaves):
+    """Also where tokens wait for their queries."""
+    q, k, v = SHAPES[1].draw(dtype=torch.float32)
+    first, rest = slice(0, 70), slice(70, 150)
+    stream, counter = Stream(plan, leaves=leaves), StopAt()
+    stream.answer(q[:, :, first], k[:, :, first], v[:, :, first])
+    stream.append(k[:, :, rest], v[:, :, rest])
+    want, other = copy.deepcopy(stream).attend(q[:, :, rest]), copy.deepcopy(stream)
+    with counter:
+        other.select([0, 0, 1])
+    for place in range(counter.count, 0, -1 - counter.count // 5):
+        other = copy.deepcopy(stream)
+        with pytest.raises(KeyboardInterrupt), StopAt(place):
+            other.select([0, 0, 1])
+        assert torch.equal(other.attend(q[:, :, rest]), want)
+
+
 def test_tokens_without_queries_stay_where_an_interrupt_came_before_they_were_added():
     q, k, v = SHAPES[0].draw()
     stream = fk.stream(FULL)

@@ -165,10 +165,9 @@ class Stream:
         if index.tolist() == [*range(self._kind.batch)]:  # beam search often keeps the order
             return
         index = index.to(self._kind.device)
-        if self._pending is not None:
-            self._pending = self._pending.select(index, slice(None))
+        pending = None if self._pending is None else self._pending.select(index, slice(None))
         self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
-        self._kind = self._kind._replace(batch=len(index))
+        self._pending, self._kind = pending, self._kind._replace(batch=len(index))
 
     def crop(self, length: int) -> None:
         """Remove the tokens from position `length` on: in a stream of a `KeyScan` any number, else all, or the last
@@ -176,8 +175,9 @@ class Stream:
         """
         self.check_crop(length)
         if length < self.length:
-            self._groups = [group.crop(length) for group in self._groups]
-            self._processed = length
+            with self._undone_by_errors():
+                self._groups = [group.crop(length) for group in self._groups]
+                self._processed = length
 
     def check_crop(self, length: int, name: str = "length") -> None:
         """Raise what `crop` would raise. `name`: of the argument in the message."""
