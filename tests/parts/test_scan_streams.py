@@ -104,6 +104,17 @@ def test_streams_merge(padding, leaves):
     same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
 
 
+def test_a_stream_of_plans_of_heads_merges_with_one_from_a_file(tmp_path):
+    """Whose plans come in a list."""
+    plans, tokens = (PLANS["means"], PLANS["without stand-ins"]), Tokens.draw(0)
+    one, other, want = (Stream(plans) for _ in range(3))
+    tokens[:100].feed(one)
+    tokens[100:300].feed(other)
+    other.save(tmp_path / "stream")
+    one.merge(Stream.load(tmp_path / "stream"))
+    same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
+
+
 FIRST = 100
 
 
