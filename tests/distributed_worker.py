@@ -170,6 +170,27 @@ def causal_attention_is_that_of_one_process(rank, world):
     assert_of_one_process(rank, world, problem(n=91), CAUSAL, kinds, *limits, scale=0.7, is_causal=True)
 
 
+def large_entries_are_rescaled_alike(rank, world):
+    """A score is of a query and a key of two ranks: neither rank alone may see that squares would overflow."""
+    plans = LISTS["key norm"], LISTS["leverage"], MEANS["two cohorts"], MEANS["scan"]
+    for factors in ((1, 1e22, 1), (1, 1, 1e30), (1e12, 1e12, 1), (1e20, 1e20, 1e20)):
+        rows = [rows * factor for rows, factor in zip(problem(n=91, dtype=torch.float32), factors, strict=True)]
+        rows[0][:, :, :60], rows[1][:, :, 60:] = rows[0][:, :, :60] / factors[0], rows[1][:, :, 60:] / factors[1]
+        for plan in plans:
+            value = rows[2].clone().requires_grad_()
+            expected = fk.attention(rows[0], rows[1], value, **parts(plan))
+            (gradient,) = torch.autograd.grad(expected.sum(), value)
+            for kind in ("uneven", "empty"):
+                shards = leaves(rows, rank, world, kind)
+                actual = fkd.attention(*shards, **parts(plan))
+                got = torch.autograd.grad(actual.sum(), shards[2])
+                for result, full in zip((actual, *got), (expected, gradient), strict=True):
+                    limit = {"rtol": 1e-5, "atol": 1e-5 * float(full.abs().amax())}
+                    torch.testing.assert_close(
+                        result, shard(full, rank, world, kind), **limit, msg=label(factors, plan, kind)
+                    )
+
+
 def the_bytes_of_means_do_not_grow(rank, world):
     sent = []
     for n in (1600, 6400, 16000):
@@ -351,6 +372,7 @@ CHECKS = {
         the_universal_set_is_the_very_same,
         attention_is_that_of_one_process,
         windows_and_means_are_those_of_one_process,
+        large_entries_are_rescaled_alike,
         the_bytes_of_means_do_not_grow,
         causal_attention_is_that_of_one_process,
         low_precision_is_kept_and_rounded_once,

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import widened, working, working_dtype
+from fewkeys.core.totals import Totals
 
 LARGEST = 40
 """log2 of the largest query, key or value: sums of 2^47 squares of them are safe in float32."""
@@ -47,11 +49,13 @@ def rescaled(
     if not x.needs_rescaling:
         return x, lambda output: output.to(dtype)
     with torch.no_grad():
-        query, key, value = _exponent(x.grouped_query(), -1), _exponent(x.key, (2, 3)), _exponent(x.value, (2, 3))
+        whole = x.whole.totals
+        query = _exponent(x.grouped_query())
+        key, value = (_largest(_exponent(rows).unsqueeze(2), whole) for rows in (x.key, x.value))
         scale, power = math.frexp(x.scale)
         query, dim = query + power, math.ceil(math.log2(x.head_dim))
         excess = (query + key.unsqueeze(2) + dim - strongest[working_dtype(x.query.dtype)]).clamp_min(0)
-        far = ((query > LARGEST) | (excess > 0)).amax((2, 3)).unsqueeze(-1) | (key > LARGEST)
+        far = (_largest(torch.maximum(query - LARGEST, excess), whole) > 0) | (key > LARGEST)
         down = key.where(far, 0)
         up = (power + down.unsqueeze(2) - excess).flatten(1, 2)
         unit = value.where(value > LARGEST, 0)
@@ -63,10 +67,15 @@ def rescaled(
     return in_units, lambda output: (output * factor).to(dtype)
 
 
-def _exponent(rows: Tensor, axes: int | tuple[int, ...]) -> Tensor:
-    """The least e >= -100 with |entries| <= 2^e over `axes`, which keep size 1."""
-    largest = working(rows.detach()).abs().amax(axes, keepdim=True)
+def _exponent(rows: Tensor) -> Tensor:
+    """The least e >= -100 (..., 1) with |entries| <= 2^e of every row (..., D)."""
+    largest = working(rows.detach()).abs().amax(-1, keepdim=True)
     return largest.clamp_min(2.0**-100).log2().ceil().long()
+
+
+def _largest(exponent: Tensor, totals: Totals) -> Tensor:
+    """The largest exponent (B, Hkv, 1, 1) of rows (B, Hkv, groups, N, 1), those of all processes; at least -100."""
+    return totals.max(pad(exponent.flatten(2), (0, 1), value=-100).amax(-1)[..., None, None])
 
 
 def _power(exponent: Tensor, template: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fewkeys.core.extent import needs_rescaling, rescaled
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs, Shard
-from fewkeys.core.precision import full_precision
+from fewkeys.core.precision import full_precision, working_dtype
 from fewkeys.core.rows import marked_places
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import cohorts, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
@@ -104,8 +105,9 @@ def attention(
     # Gradients of queries are sent by a scan alone.
     sent = (inputs.key, inputs.value, *((inputs.query,) if plan.scanned else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent)
-    sizes = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
-    tokens, asked, wanted = zip(*sizes, strict=True)
+    largest = largest_entries(inputs.query, inputs.key, inputs.value)
+    facts = agree(comm, call, same, [inputs.keys, inputs.queries, wants, *largest])
+    tokens, asked, wanted, *entries = zip(*facts, strict=True)
     check_tokens(tokens)
     first, first_query = sum(tokens[: comm.rank]), sum(asked[: comm.rank])
     inputs = replace(
@@ -114,13 +116,18 @@ def attention(
         key=_wanting(inputs.key, any(wanted)),
         shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
     )
+    # Every rank rescales if one must: a score is of a query and a key of any two ranks.
+    is_large = needs_rescaling([*map(max, entries)], inputs.scale, inputs.head_dim, working_dtype(inputs.key.dtype))
+    x, restore = rescaled(replace(inputs, needs_rescaling=True)) if is_large else (inputs, lambda output: output)
     if rule is None:
-        return scan.attend(inputs, plan, asked, comm)
-    if isinstance(rule, Outliers):
-        return cohorts.attend(inputs, plan, rule, tokens, comm)
-    with torch.no_grad():
-        kept = select(rule, inputs, comm)
-    return _attend(inputs, kept, plan.weights, comm)
+        output = scan.attend(x, plan, asked, comm)
+    elif isinstance(rule, Outliers):
+        output = cohorts.attend(x, plan, rule, tokens, comm)
+    else:
+        with torch.no_grad():
+            kept = select(rule, x, comm)
+        output = _attend(x, kept, plan.weights, comm)
+    return restore(output)
 
 
 def _rule(plan: Plan) -> Sharded:
