@@ -94,6 +94,23 @@ def test_merged_sketches_are_the_sketch_of_the_whole(kind):
     assert torch.equal(total.universal_set().to_mask(), universal_set(torch.cat([k, k], 2), 0.05))
 
 
+@pytest.mark.parametrize("power", [2.0, 4.0])
+@pytest.mark.parametrize("size", [1e-310, 1e-170, 1e160, 3e307])
+def test_sizes_of_keys_do_not_matter(size, power):
+    """Also where their squares leave the range of float64, and where larger keys follow or precede tiny ones."""
+    stream = keys("plain", d=4, seed=5)
+    expected, none = universal_set(stream, 0.1, power), torch.zeros(stream.shape[:3], dtype=torch.bool)
+    assert expected.any()
+    assert torch.equal(universal_set(stream * size, 0.1, power), expected)
+    tiny, sized = KeySketch(0.1, power), KeySketch(0.1, power)
+    tiny.update(stream * 1e-323)
+    sized.update(stream * size)
+    sized.merge(tiny)
+    tiny.update(stream * size)
+    assert torch.equal(sized.universal_set().to_mask(), torch.cat([expected, none], 2))
+    assert torch.equal(tiny.universal_set().to_mask(), torch.cat([none, expected], 2))
+
+
 def test_memory_does_not_grow():
     g = torch.Generator().manual_seed(0)
     sketch, most = KeySketch(0.1), {}

@@ -37,7 +37,8 @@ def leverage_scores(
         `p / 2` for p > 2. Tensor powers differ by at most 1e-6.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials.
+        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials; for float64
+        also one of `8 B H D`.
         Cost O(N_local D^2) and as many steps as in one process.
 
     Raises:

@@ -1,5 +1,7 @@
 """Gram matrices of rows, and their inverse roots."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,8 +64,9 @@ def score_rows(rows: Tensor, root: Tensor) -> Tensor:
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """The powers of two just above positive `sizes`, and 1 for zero: factors that do not round."""
-    return torch.ldexp(torch.ones_like(sizes), torch.frexp(sizes).exponent)
+    """The powers of two just above positive `sizes`, and 1 for zero: factors that do not round. At most the largest."""
+    exponent = torch.frexp(sizes).exponent
+    return torch.ldexp(torch.ones_like(sizes), exponent.clamp_max(math.frexp(torch.finfo(sizes.dtype).max)[1] - 1))
 
 
 def gram64(rows: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.totals import WHOLE, Totals, row_maximum
-from fewkeys.sketch.gram import gram64, inverse_of, root64
+from fewkeys.sketch.gram import gram64, inverse_of, power_of_two, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 TOLERANCE = 1e-6
@@ -66,7 +66,7 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
     For even powers whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both bounds above.
     `rows` are those of this process, possibly none.
     """
-    degree = even_degree(power)
+    rows, degree = _in_units(rows, totals), even_degree(power)
     if degree == 1:
         return _leverage(*_whitened(rows, totals), totals)[0].clamp_max(1.0)
     bounds = lewis_weights(rows, power, totals).bounds
@@ -128,6 +128,13 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
         log = torch.where(sound.unsqueeze(-1), following, log)
     bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
     return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
+
+
+def _in_units(rows: Tensor, totals: Totals) -> Tensor:
+    """Rows whose squares float64 holds: float64 ones with their columns divided by powers of two, which cancel."""
+    if rows.dtype != torch.float64:
+        return rows
+    return rows / power_of_two(totals.max(row_maximum(rows.abs().mT)).mT.clamp_min(0.0))
 
 
 def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 
 ROUNDING = 1e-6
 """The relative margin below eps, besides the error of the score, from which a key is dropped."""
+LEAST_EXPONENT = -1000
+"""Keys are zero or larger than their unit by far less than float64 holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,8 @@ class KeySketch:
         self.count = 0
         """The number of keys seen, per head."""
         self._limit = 2 * BLOCK
-        self._gram = self._keys = self._positions = torch.empty(0)  # until the first keys
+        # Until the first keys. The Gram matrix is of keys / 2^exponent, whose powers float64 holds.
+        self._gram = self._keys = self._positions = self._exponent = torch.empty(0)
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +88,9 @@ class KeySketch:
             return
         rows = checked("keys", keys)
         self._open(rows)
+        self._enlarge(rows.abs().amax((2, 3), keepdim=True).double().frexp().exponent.clamp_min(LEAST_EXPONENT))
         for part in rows.split(BLOCK, 2):
-            self._gram += gram(tensor_features(part.double(), self._degree))
+            self._gram += gram(self._features(part))
             place = torch.arange(self.count, self.count + part.shape[2], device=rows.device)
             self._append(part, place.expand(part.shape[:3]))
             self.count += part.shape[2]
@@ -107,7 +111,8 @@ class KeySketch:
         if not other.count:
             return
         self._open(other._keys)
-        self._gram += other._gram
+        self._enlarge(other._exponent)
+        self._gram += other._gram.ldexp(2 * self._degree * (other._exponent - self._exponent))
         positions = torch.where(other._positions >= 0, other._positions + self.count, other._positions)
         self.count += other.count
         self._append(other._keys.clone(), positions)
@@ -151,6 +156,7 @@ class KeySketch:
                     f"dimension {rows.shape[-1]}; use a smaller power"
                 )
             self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
+            self._exponent = torch.full((*rows.shape[:2], 1, 1), LEAST_EXPONENT, device=rows.device)
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
         expected, actual = ((*keys.shape[:2], keys.shape[3]) for keys in (self._keys, rows))
@@ -159,6 +165,15 @@ class KeySketch:
                 f"keys: expected (batch, heads, dim) = {expected} in {self._keys.dtype} like the stream before, got "
                 f"{actual} in {rows.dtype}; one sketch holds one stream"
             )
+
+    def _enlarge(self, exponent: Tensor) -> None:
+        """Count in units (B, H, 1, 1) of at least 2^exponent."""
+        exponent = exponent.maximum(self._exponent)
+        self._gram = self._gram.ldexp(2 * self._degree * (self._exponent - exponent))
+        self._exponent = exponent
+
+    def _features(self, rows: Tensor) -> Tensor:
+        return tensor_features(rows.double().ldexp(-self._exponent), self._degree)
 
     def _append(self, keys: Tensor, positions: Tensor) -> None:
         """Add candidates, and prune once there are twice as many as after the last pruning."""
@@ -178,7 +193,7 @@ class KeySketch:
     def _score(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, H, N) of rows (B, H, N, D), and the same rounded up by the error `m u` of G times the inverse."""
         root = root64(self._gram, rows.dtype)
-        parts = (tensor_features(part.double(), self._degree) for part in rows.split(BLOCK, 2))
+        parts = map(self._features, rows.split(BLOCK, 2))
         scores = torch.cat([score_rows(part, root) for part in parts], -1)
         size = self._gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
         error = 8 * root.shape[-1] * torch.finfo(torch.float64).eps * (root * size).square().sum((-2, -1))
