@@ -105,6 +105,16 @@ def test_fewer_are_enough_for_values_in_a_plane():
     assert error(value_aware.value_aware(weights, values, 3), weights, values).min() > 1e-6
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-150, 1e200, 1e307])
+def test_the_unit_of_values_does_not_matter(size):
+    """Also where their squares leave the range of float64."""
+    weights, values = problem(3, keys=30, dims=8)
+    for r in (1, 4, 9):
+        actual = error(value_aware.value_aware(weights, values * size, r), weights, values)
+        expected = error(value_aware.value_aware(weights, values, r), weights, values)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-12)
+
+
 def test_single_precision_at_the_size_of_a_model():
     """512 keys, 32 dimensions, float32: the only error left is the rounding of the result, well under 1e-6."""
     weights, values = problem(0, keys=512, dims=32, rows=40, sharp=3.0, lead=(2,))

@@ -11,6 +11,7 @@ from fewkeys.core.validation import check_count, check_finite, describe
 from fewkeys.papers.value_aware import supports
 from fewkeys.papers.value_aware.caratheodory import caratheodory
 from fewkeys.papers.value_aware.supports import Fit, Mixtures
+from fewkeys.sketch.gram import power_of_two
 
 Method = Literal["auto", "greedy", "eliminate"]
 SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
@@ -124,11 +125,13 @@ def _solve(weights: Tensor, points: Tensor, visible: Tensor, r: int, method: Met
 
 
 def _plane_coordinates(points: Tensor) -> Tensor:
-    """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean: (N, rho).
+    """Points (N, d) float64 in orthonormal coordinates of the plane that holds them, about their mean, in units of
+    their size: (N, rho).
 
     Centring keeps a common offset from drowning the differences. rho counts the singular values above
     1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero.
     """
+    points = points / power_of_two(points.abs().amax())  # squares of large and small values leave the range of float64
     left, sizes, _ = torch.linalg.svd(points - points.mean(0), full_matrices=False)
     # The subtraction rounds relative to the points, not to the differences.
     size = points.abs().amax() * math.sqrt(points.numel())
