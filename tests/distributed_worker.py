@@ -245,6 +245,17 @@ def a_gradient_wanted_by_one_rank_arrives(rank, world):
     assert not fkd.attention(q, k, v, keep=fk.select.KeyNorm(9)).requires_grad
 
 
+def queries_may_be_lazily_negated_and_all_of_them_missing(rank, world):
+    q, k, v = (shard(tensor, rank, world) for tensor in problem(dtype=torch.float32))
+    for plan in (LISTS["key norm"], MEANS["two cohorts"], MEANS["scan"]):
+        negated = (torch.complex(part, -part).conj().imag for part in (q, k, v))
+        assert torch.equal(fkd.attention(*negated, **parts(plan)), fkd.attention(q, k, v, **parts(plan))), plan
+        key = k.clone().requires_grad_()
+        none = fkd.attention(q[:, :, :0], key, v, **parts(plan))
+        none.sum().backward()
+        assert none.shape == (*q.shape[:2], 0, v.shape[3]) and not key.grad.any(), plan
+
+
 def bytes_are_as_stated_and_do_not_grow(rank, world):
     header = (world - 1) * (8 + RECORD)
     for n in (160, 1600, 16000):
@@ -377,6 +388,7 @@ CHECKS = {
         causal_attention_is_that_of_one_process,
         low_precision_is_kept_and_rounded_once,
         a_gradient_wanted_by_one_rank_arrives,
+        queries_may_be_lazily_negated_and_all_of_them_missing,
         bytes_are_as_stated_and_do_not_grow,
         differing_arguments_are_an_error_on_every_rank,
         what_is_not_supported_is_said,

@@ -116,6 +116,8 @@ def attention(
         key=_wanting(inputs.key, any(wanted)),
         shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
     )
+    if not any(asked):
+        return no_output(inputs, [inputs.key, inputs.value])
     # Every rank rescales if one must: a score is of a query and a key of any two ranks.
     is_large = needs_rescaling([*map(max, entries)], inputs.scale, inputs.head_dim, working_dtype(inputs.key.dtype))
     x, restore = rescaled(replace(inputs, needs_rescaling=True)) if is_large else (inputs, lambda output: output)
@@ -152,8 +154,8 @@ def _check(
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), is_causal=is_causal, scale=scale)
     comm.check_device("key", inputs.key)
-    # The tensors themselves, which may be empty, so that gradients flow.
-    return replace(inputs, query=query, key=key, value=value)
+    # The tensors themselves, which may be empty, so that gradients flow; kernels do not read lazily negated signs.
+    return replace(inputs, query=query.resolve_neg(), key=key.resolve_neg(), value=value.resolve_neg())
 
 
 def _wanting(rows: Tensor, wanted: bool) -> Tensor:
