@@ -75,10 +75,16 @@ def test_top_k_is_the_renormalised_oblivious_oracle():
     torch.testing.assert_close(error, (delta * gap).norm(dim=-1))
 
 
-@pytest.mark.parametrize("unit", [2.0**120, 2.0**-100, 2.0**-130])
-def test_errors_do_not_depend_on_the_unit(unit):
-    """Also where the squares of outputs overflow or vanish in float32."""
+@pytest.mark.parametrize(
+    ("unit", "dtype"),
+    [
+        *((2.0**power, torch.float32) for power in (126, -100, -130)),
+        *((2.0**power, torch.float64) for power in (1022, 600, -600, -1040)),
+    ],
+)
+def test_errors_do_not_depend_on_the_unit(unit, dtype):
+    """Also where differences or squares of outputs overflow or vanish."""
     g = torch.Generator().manual_seed(0)
-    approx, exact = torch.randn(2, 5, 4, generator=g).unbind()
+    approx, exact = torch.randn(2, 5, 4, generator=g, dtype=dtype).clamp(-1.9, 1.9).unbind()
     want = fk.metrics.relative_error(approx, exact)
     torch.testing.assert_close(fk.metrics.relative_error(approx * unit, exact * unit), want, rtol=1e-4, atol=0)

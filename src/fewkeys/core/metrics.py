@@ -2,6 +2,8 @@
 those of a method.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
@@ -44,7 +46,11 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
     if not isinstance(approx, Tensor) or not isinstance(exact, Tensor) or approx.shape != exact.shape:
         raise ValueError(f"approx: expected a tensor shaped like exact, {describe(exact)}, got {describe(approx)}")
     approx, exact = working(approx), working(exact)
-    # In float64 the squares of float32's largest numbers do not overflow, and those of its least do not vanish.
+    # In units near their size, so that differences and squares of the largest numbers do not overflow, and those of the
+    # least do not vanish.
+    size = (approx.abs() + exact.abs()).sum(-1, keepdim=True).nan_to_num()
+    least = math.frexp(torch.finfo(size.dtype).tiny)[1]
+    approx, exact = (torch.ldexp(x, -torch.frexp(size).exponent.clamp_min(least)) for x in (approx, exact))
     difference, size = (vector_norm(x, dim=-1, dtype=torch.float64) for x in (approx - exact, exact))
     # Not `difference > 0`: a NaN output must give a NaN error, not zero.
     return torch.where(difference == 0, torch.zeros_like(size), difference / size).to(exact.dtype)

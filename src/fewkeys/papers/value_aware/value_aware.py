@@ -40,6 +40,7 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
     check_count("r", r)
     if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.ndim < 1:
         raise TypeError(f"weights: expected a floating tensor (..., N), got {type(weights).__name__}")
+    _check_rows(weights)
     if form not in ("renormalised", "projected"):
         raise ValueError(f"form: expected 'renormalised' or 'projected', got {form!r}")
     top = weights.topk(min(r, weights.shape[-1]), -1)
@@ -160,7 +161,14 @@ def _checked(weights: Tensor, values: Tensor) -> Tensor:
             f"values: expected leading dimensions that broadcast to {tuple(weights.shape[:-2])} like weights, got "
             f"{tuple(values.shape[:-2])}; for grouped queries repeat the heads with repeat_interleave"
         ) from None
-    check_finite(weights=weights, values=values)
+    check_finite(values=values)
+    _check_rows(weights)
+    return of_heads
+
+
+def _check_rows(weights: Tensor) -> None:
+    """Refuse rows that are neither on the simplex nor zero."""
+    check_finite(weights=weights)
     if bool((weights < 0).any()):
         raise ValueError(
             f"weights: expected no negative entries, got {float(weights.min()):.3g}; normalise the scores first"
@@ -174,7 +182,6 @@ def _checked(weights: Tensor, values: Tensor) -> Tensor:
             f"weights: expected rows that sum to one (or are zero), got a row with sum {float(sums[off][0]):.6g}; "
             "divide each row by its sum"
         )
-    return of_heads
 
 
 def _checked_mask(mask: Tensor, weights: Tensor) -> Tensor:
