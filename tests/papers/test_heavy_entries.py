@@ -195,6 +195,17 @@ def test_several_blocks_of_keys_and_queries(monkeypatch):
         check(q, k, 0.004, power)
 
 
+@pytest.mark.parametrize("power", [1001.0, 2000.0, 1e5])
+def test_the_highest_powers_keep_the_largest_scores(power):
+    """Under them scores near a half of the largest power of two vanish."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, n, 3, generator=g, dtype=torch.float64) for n in (20, 2000))
+    actual = heavy_entries(q, k, 0.3, power)
+    entries = ((q @ k.mT).abs().log() * power).softmax(-1)
+    assert torch.equal(actual.indices, torch.stack((entries >= 0.3).nonzero(as_tuple=True)))
+    torch.testing.assert_close(actual.values, entries[tuple(actual.indices)], rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("power", [2.0, 4.0, 3.0])
 @pytest.mark.parametrize("size", [1e-200, 1e-45, 1e-18, 1e18, 1e30, 1e200])
 def test_sizes_of_keys_and_queries_do_not_matter(size, power):

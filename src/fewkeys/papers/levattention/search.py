@@ -23,6 +23,8 @@ Entries = tuple[Tensor, Tensor, Tensor]
 """Rows, columns and values of some entries of one head."""
 SCORES = 1 << 19
 """Scores in memory at once, which fit a core's cache."""
+HIGHEST = 1000
+"""The largest power under which 1/2 stays a normal number of float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +163,10 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
         top = total = part.new_zeros(len(part))
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
-            # Scores are divided by a power of two near the largest so far: high powers must not underflow.
+            # Scores are divided by a power of two near the largest so far: high powers must not underflow. Under the
+            # highest even 1/2 does: there by the largest itself.
             largest = scores.amax(-1)
-            higher = torch.maximum(top, power_of_two(largest) * (largest > 0))
+            higher = torch.maximum(top, power_of_two(largest) * (largest > 0) if power <= HIGHEST else largest)
             total = total * (top / higher).nan_to_num() ** power
             top = higher
             total = total + raised(scores / torch.where(top > 0, top, 1.0).unsqueeze(-1), power).sum(-1)
