@@ -38,7 +38,9 @@ def test_the_keys_are_those_of_torch(dim, groups, count):
     assert_same(key, query, seen.clamp_max(700), real, count)
 
 
-@pytest.mark.parametrize("kind", ["equal keys", "few kinds of keys", "zero keys", "zero queries", "one giant"])
+@pytest.mark.parametrize(
+    "kind", ["equal keys", "few kinds of keys", "zero keys", "equal first keys", "zero queries", "one giant"]
+)
 def test_equal_scores_are_cut_at_the_first(kind):
     key, query = drawn(1, 1, 900, 16), drawn(1, 3, 40, 16, seed=1)
     if kind == "equal keys":
@@ -47,6 +49,8 @@ def test_equal_scores_are_cut_at_the_first(kind):
         key = key[:, :, torch.arange(900) % 7]
     elif kind == "zero keys":
         key[:, :, 100:] = 0
+    elif kind == "equal first keys":
+        key[:, :, :BLOCK] = 0.5
     elif kind == "zero queries":
         query = torch.zeros_like(query)
     else:

@@ -50,6 +50,24 @@ def test_a_code_depends_on_its_key_and_the_first_block_alone():
     assert not torch.equal(whole[:, :, 50:100], other[:, :, 50:100])
 
 
+def test_keys_at_the_middle_have_no_size():
+    """Also where all keys of the first block are equal."""
+    key = drawn(1, 1, 100, 16)
+    key[:, :, :BLOCK] = 0.5
+    held = encode(key, Frame.of(key))
+    assert (held.sigma[:, :, :BLOCK] == 0).all()
+    assert (held.sigma[:, :, BLOCK:100] > 0).all()
+
+
+@pytest.mark.parametrize("dim", [64, 1024, 1025, 4096])
+def test_heads_of_any_dimension(dim):
+    """A fifth of the keys have more than half of the largest scores."""
+    key, query = drawn(1, 1, 100, dim), drawn(1, 1, 40, dim, seed=1)
+    index = best(encode(key, Frame.of(key)), rounded(query), torch.full((40,), 100), None, 20).long()
+    largest = (query @ key.mT).topk(20, -1).indices
+    assert (index.unsqueeze(-1) == largest.unsqueeze(-2)).double().sum((-2, -1)).mean() > 10
+
+
 @pytest.mark.parametrize("piece", [1, 2**22])
 def test_the_best_are_those_of_a_stable_sort(piece, monkeypatch):
     """With equal keys, hidden keys, fewer keys than asked for, and several queries that share them."""

@@ -84,7 +84,8 @@ class Coder {
       const float x = turned[d];
       to[d] = (x >= -sigma) + (x >= 0) + (x >= sigma);
     }
-    const float factor = std::rint(sigma * UNIT / p.spread[head]);
+    // Keys at the middle have no size, also if all keys of the first block are (0 / 0).
+    const float factor = sigma > 0 ? std::rint(sigma * UNIT / p.spread[head]) : 0;
     return factor < INT16_MAX ? factor : INT16_MAX;
   }
 };

@@ -113,8 +113,8 @@ def encode(key: Tensor, frame: Frame) -> Codes:
         square = torch.add(*square.chunk(2, -1))
     sigma = (square / turned.shape[-1]).sqrt().to(turned.dtype)
     code = (turned >= -sigma).byte() + (turned >= 0) + (turned >= sigma)
-    sigma_int = (sigma.squeeze(-1) * UNIT / frame.spread).round()
-    sigma_int = torch.where(sigma_int < LARGEST_SIGMA, sigma_int, LARGEST_SIGMA).short()
+    # Keys at the middle have no size, also if all keys of the first block are (0 / 0).
+    sigma_int = (sigma.squeeze(-1) * UNIT / frame.spread).round().nan_to_num(0.0).clamp_max(LARGEST_SIGMA).short()
     fill = -key.shape[2] % BLOCK
     pairs = pad(code, (0, 0, 0, fill)).unflatten(-1, (-1, 2))
     low, high = (pairs[..., 0] | pairs[..., 1] << 2).unflatten(2, (-1, 2, 2, BLOCK // 4)).unbind(3)
@@ -154,7 +154,7 @@ def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
     """(B, Hq, Nq, N), int32, for `rounded` queries and keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
     by_head = query.unflatten(1, (level.shape[1], -1))
     total = by_head.float().flatten(2, 3) @ level.mT
-    score: Tensor = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
+    score: Tensor = (total * (1024 / query.shape[3])).round().int() * sigma[:, :, None] + 2**14 >> 15
     return score.view(*query.shape[:3], level.shape[2])
 
 
