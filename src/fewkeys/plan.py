@@ -67,7 +67,7 @@ class Plan:
     @property
     def scanned(self) -> int:
         """How many keys each query chooses by a `KeyScan`; 0 without one."""
-        return max((past.scan for part in self.parts if (past := part.remembered) is not None), default=0)
+        return 0 if self.keep is None else self.keep.scanned
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""

@@ -115,6 +115,14 @@ def test_terms_derived_for_softmax_refuse_other_kernels(rest, weights):
 
 
 @pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("keep", [fk.KeyScan(5), fk.KeyScan(5) | fk.Window(3)], ids=str)
+def test_rests_of_lists_refuse_scans(keep, rest):
+    """Each query keeps other keys of every cluster: to count them would take quadratic time."""
+    with pytest.raises(ValueError, match=r"^keep: .* has no stand-ins for what a KeyScan leaves, got KeyScan.*use Bl"):
+        fk.Plan(keep, rest)
+
+
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_rests_that_see_the_future_refuse_causality(rest, impl):
     with pytest.raises(ValueError, match=r"^is_causal: .* summarises the future"):

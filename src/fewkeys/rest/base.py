@@ -164,11 +164,18 @@ class Rest(Listed, ABC):
         return 0
 
     def check_beside(self, keep: Selector) -> None:
-        """Raise `ValueError` where they cannot be made beside `keep`; by default beside lists of cohorts."""
+        """Raise `ValueError` where they cannot be made beside `keep`; by default beside lists of cohorts, and beside
+        scans, each query of which would have to count the keys that it keeps of every stand-in.
+        """
         if keep.cohort_lists > 1:
             raise ValueError(
                 f"keep: {type(self).__name__} has no stand-ins for cohorts of queries, got {keep}; use "
                 f"ClusterMeans(cohorts={keep.cohort_lists}), Drop(), or cohorts=1 there"
+            )
+        if keep.scanned:
+            raise ValueError(
+                f"keep: {type(self).__name__} has no stand-ins for what a KeyScan leaves, got {keep}; use BlockMeans "
+                "beside KeyScan alone, or Drop()"
             )
 
     def check(self, weights: Weights) -> None:

@@ -95,6 +95,8 @@ class ClusterMeans(CountedRest):
                 f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
                 f"{'Outliers(cohorts=...)' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
             )
+        if self.cohorts == 1:
+            super().check_beside(keep)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         return _tilted(inputs, graph, self) if isinstance(weights, Softmax) else _plain(inputs, graph, self.count)

@@ -98,6 +98,11 @@ class Selector(Listed, ABC):
         return None
 
     @property
+    def scanned(self) -> int:
+        """How many keys each query chooses by a scan of all keys; 0 without one."""
+        return max((past.scan for part in self.parts if (past := part.remembered) is not None), default=0)
+
+    @property
     def sharded(self) -> Sharded | None:
         """How the rule chooses over processes; None: it cannot yet."""
         return None

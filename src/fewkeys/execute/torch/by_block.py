@@ -2,7 +2,7 @@
 
 What all queries of a head share (lists, stand-ins) is one matrix product; the band is another, over overlapping views
 of the keys. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles), and those with a scan beside
-other edges or beside stand-ins of all queries, run through the reference.
+other edges, run through the reference.
 """
 
 from dataclasses import replace
