@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CASES, CAUSAL_PLANS, PLANS, SHAPES, SOME_PLANS
+from cases import CASES, CAUSAL_PLANS, PLANS, SHAPES, SOME_PLANS, Shape
 from executors import FORMS, runs
 
 QUIET = {n: p for n, p in PLANS.items() if not CASES[n].draws}
@@ -22,6 +22,19 @@ def test_sequences_and_heads_stand_alone(name, form, way):
         one, kv, group = slice(b, b + 1), slice(h, h + 1), slice(ratio * h, ratio * (h + 1))
         alone = way.attend(q[one, group], k[one, kv], v[one, kv], plan=plan, **shape.options)
         way.assert_close(whole[one, group], alone, times=2)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_padding_of_others_moves_no_query(offset):
+    """More queries than keys: those after the last key keep their places, whatever padding other sequences have."""
+    query, key, value = Shape(batch=3, queries=30, keys=8, is_causal=True).draw()
+    key_mask = torch.arange(8) < torch.tensor([[6], [8], [8]])
+    key_mask[2, :2] = False
+    options = {"keep": fk.Window(10), "is_causal": True, "query_offset": offset}
+    whole = fk.attention(query, key, value, key_mask=key_mask, **options)
+    for alone in torch.arange(3).split(1):
+        part = fk.attention(query[alone], key[alone], value[alone], key_mask=key_mask[alone], **options)
+        torch.testing.assert_close(whole[alone], part)
 
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(ORDERLESS, ["cross"]))

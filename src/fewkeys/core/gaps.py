@@ -20,45 +20,52 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
 def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
-    """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding.
+    """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding that
+    moves.
 
     No part of a causal problem has padding before a real key. Without an offset it moves to the end; with one, it
-    changes the positions of queries, so sequences with the same padding are a part.
+    changes the positions of queries, so sequences with the same padding are a part. Sequences without such padding
+    stay as they are, whatever the others have.
     """
     valid = inputs.valid
-    if valid is None or not inputs.is_causal or not bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+    if valid is None or not inputs.is_causal:
+        return [inputs], lambda outputs: outputs[0]
+    has_gap = (valid[:, 1:] & ~valid[:, :-1]).any(-1, keepdim=True)
+    if not bool(has_gap.any()):
         return [inputs], lambda outputs: outputs[0]
     if inputs.bias is not None and has_interior_padding(valid):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
-    valid_queries = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
-    valid_queries = valid_queries[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_by_padding if inputs.offset else _together)(inputs, valid, valid_queries)
+    places = valid | ~has_gap
+    queries = pad(places, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
+    queries = queries[:, inputs.offset : inputs.offset + inputs.queries]
+    return (_by_padding if inputs.offset else _together)(inputs, valid, places, queries)
 
 
-def _together(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    # Real places come first.
-    keys, queries = ((~real).to(torch.int8).argsort(dim=-1, stable=True) for real in (valid, valid_queries))
+def _together(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    # Kept places come first.
+    keys, queries = ((~places).to(torch.int8).argsort(dim=-1, stable=True) for places in (kept, kept_queries))
     query, key, value = _moved(x.query, queries), _moved(x.key, keys), _moved(x.value, keys)
     moved = replace(x, query=query, key=key, value=value, valid=valid.gather(-1, keys), _memory={})
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
-        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~valid_queries[:, None, :, None], 0.0)
+        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~kept_queries[:, None, :, None], 0.0)
 
     return [moved], restore
 
 
-def _by_padding(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    patterns, pattern = valid.unique(dim=0, return_inverse=True)
+def _by_padding(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    patterns, pattern = kept.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
     for number, real in enumerate(patterns):
         rows = (pattern == number).nonzero().squeeze(-1)
-        real_queries = valid_queries[rows[0]]
-        if not bool(real_queries.any() & real.any()):
+        real_queries = kept_queries[rows[0]]
+        if not bool(real_queries.any()):
             continue
         query, key, value = x.query[rows][:, :, real_queries], x.key[rows][:, :, real], x.value[rows][:, :, real]
-        before = int(real[: x.offset].sum()) + max(0, x.offset - x.keys)
-        parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
+        before, valid_keys = int(real[: x.offset].sum()) + max(0, x.offset - x.keys), valid[rows][:, real]
+        padded = None if bool(valid_keys.all()) else valid_keys
+        parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=padded, _memory={}))
         places.append((rows[:, None], real_queries.nonzero().squeeze(-1)))
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
