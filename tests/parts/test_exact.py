@@ -26,6 +26,14 @@ def test_any_scale(form, dtype, scale):
     torch.testing.assert_close(exact.attend(x, fk.Softmax()), want, **close)
 
 
+def test_gradients_of_a_scale_of_zero():
+    """Queries do not matter: their gradient is zero, and there is one."""
+    query, key, value = SHAPES["plain"].draw()
+    output = fk.attention(query.requires_grad_(), key, value, scale=0.0)
+    output.sum().backward()
+    assert query.grad.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("lengths", [None, (90, 31)])
 @pytest.mark.parametrize("offset", [0, 1, 13])
 def test_causal_queries_skip_the_keys_that_all_of_them_may_not_see(monkeypatch, offset, lengths):

@@ -73,7 +73,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     query, scale = x.query, x.scale
     if scale <= 0 and x.bias is None:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
-        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     fused = partial(
         scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
     )
