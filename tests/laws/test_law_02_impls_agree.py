@@ -207,6 +207,23 @@ def test_rules_that_keep_no_key(rest, has_list):
     torch.testing.assert_close(by_block.attend(problem), EXECUTORS["reference"].attend(problem))
 
 
+@pytest.mark.parametrize("form", ["padded", "causal padded"])
+def test_rules_that_list_the_future_and_padding(form):
+    """As one's own rule may: neither is ever kept, whatever the executor."""
+
+    class Own(fk.Window, listed=False):
+        def select(self, inputs):
+            index = torch.tensor([0, inputs.keys - 1]).expand(inputs.batch, inputs.kv_heads, -1)
+            lists = Columns.shared(index, torch.ones_like(index, dtype=torch.bool), inputs.queries)
+            return Graph(inputs, band=(2, 3), columns=lists)
+
+    shape = {**SHAPES, **CAUSAL_SHAPES}[form]
+    rows, least = shape.draw(dtype=torch.float32), min(shape.lengths)
+    outputs = [fk.attention(*rows, keep=Own(6), impl=impl, **shape.options) for impl in ("reference", "torch", "auto")]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output[:, :, :least], outputs[0][:, :, :least], rtol=1e-4, atol=1e-5)
+
+
 def test_scans_beside_stand_ins_of_ones_own():
     class Own(fk.ClusterMeans, listed=False):
         def check_beside(self, keep):

@@ -1,6 +1,8 @@
 """The input of every executor: all choices are made, only attention is left to compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
@@ -59,4 +61,15 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
         pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
         inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
     with constants():
-        return plan.keep.select(inputs)
+        return _of_visible(plan.keep.select(inputs))
+
+
+def _of_visible(graph: Graph) -> Graph:
+    """The graph without a band in the future and listed padding, which one's own rule may give; executors trust it."""
+    x, band, columns = graph.inputs, graph.band, graph.columns
+    if x.is_causal and band is not None and band[1] > 0:
+        graph = replace(graph, band=(band[0], 0))
+    if x.valid is not None and columns is not None:
+        sequence = torch.arange(x.batch, device=columns.index.device)[:, None, None, None]
+        graph = replace(graph, columns=replace(columns, used=columns.used & x.valid[sequence, columns.index]))
+    return graph
