@@ -91,7 +91,8 @@ def test_every_executor_is_exact_on_a_full_budget(form, way):
     expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
     for keep in ONE_WAY.values():
         # A budget far beyond the keys there are is exact without and with stand-ins, which have nobody to speak for.
-        for rest in (fk.Drop(), *(() if shape.is_causal else (fk.ClusterMeans(4, rank=2),))):
+        means = fk.BlockMeans(3) if isinstance(keep, fk.KeyScan) else fk.ClusterMeans(4, rank=2)
+        for rest in (fk.Drop(), means) if means.causal or not shape.is_causal else (fk.Drop(),):
             problem = prepare(inputs, fk.Plan(keep, rest))
             if support(problem, way) is None:
                 way.assert_close(EXECUTORS[way.impl].attend(problem), expected)
