@@ -245,16 +245,29 @@ def test_windows_of_the_model_that_cover_the_text():
         close(run(model, input_ids=tokens()), before)
 
 
-def test_encoder_decoder():
+def bart():
     torch.manual_seed(5)
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     config = BartConfig(vocab_size=60, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, init_std=0.3, **sizes)
-    model = BartModel(config).eval()
+    return BartModel(config).eval()
+
+
+def test_encoder_decoder():
+    model = bart()
     inputs = {k: v for k, v in padded("right").items() if k != "position_ids"} | {"decoder_input_ids": tokens(3, 5)}
     before = run(model, **inputs)
     with apply(model, EXACT):
         close(run(model, **inputs), before)
     assert torch.equal(run(model, **inputs), before)
+
+
+def test_padding_of_the_source_does_not_mark_tokens_of_the_target():
+    """Where both are as long, one more padded token of the source changes nothing."""
+    model, inputs = bart(), {name: x for name, x in padded("right").items() if name != "position_ids"}
+    more = {name: torch.nn.functional.pad(x, (0, 1)) for name, x in inputs.items()}
+    with apply(model, [EXACT, EXACT, fk.budget(4, cohorts=2).never_exact()]):  # cross-attention
+        same, longer = (run(model, decoder_input_ids=tokens(), **given) for given in (inputs, more))
+    close(same, longer)
 
 
 # --- the model afterwards ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fewkeys.integrations.compare import compare
 from fewkeys.judge import exact as exact_module, layer as module
 from fewkeys.judge.exact import blocks
 from fewkeys.judge.standard import standard_plans
+from fewkeys.tuning.score import layer_error
 
 EPS = 0.05
 
@@ -151,6 +152,28 @@ def test_padding_is_as_if_it_were_not_there():
     assert (whole.tokens, whole.length, whole.sequences) == (63, 40, 2)
     for a, b in zip(whole.rows, cut.rows, strict=True):
         assert (a.error, a.mass, a.recall, a.slots) == pytest.approx((b.error, b.mass, b.recall, b.slots), abs=1e-6)
+
+
+@pytest.mark.parametrize("queries", [(20, 12), (20, 20)], ids=["padded queries", "all real"])
+def test_padding_of_other_tokens_is_as_if_it_were_not_there(queries):
+    """Cross-attention with as many queries as keys: padded keys are not padded queries."""
+    call, keys = next(captured(layers=1, batches=1, size=2, length=20).calls(0)), (20, 9)
+    whole, cut = CaptureWriter(None, "random"), CaptureWriter(None, "random")
+    mask, query_mask = (torch.arange(20) < torch.tensor(lengths)[:, None] for lengths in (keys, queries))
+    whole.write(replace(call, key_mask=mask, query_mask=query_mask))
+    whole.end_batch()
+    for row, (n, m) in enumerate(zip(queries, keys, strict=True)):
+        one = call.rows(slice(row, row + 1))
+        alone = [one.query[:, :, :n], one.key[:, :, :m], one.value[:, :, :m]]
+        cut.write(AttentionInputs(*alone, call.scale, False, query_mask=torch.ones(1, n, dtype=torch.bool)))
+        cut.end_batch()
+    captures = whole.finish(), cut.finish()
+    plans = {"top": fk.Plan(fk.TopK(3)), "budget": fk.budget(8)}
+    a, b = ([(row.error, row.mass, row.slots) for row in compare(capture, plans).rows] for capture in captures)
+    assert a == [pytest.approx(numbers, abs=1e-6) for numbers in b]
+    # Tuning runs plans as the model does, which does not know which queries are padded.
+    a, b = (layer_error(capture, 0, [plans["top"]], seed=0) for capture in captures)
+    assert a == pytest.approx(b, abs=1e-5)
 
 
 def test_padding_on_the_left_is_as_if_it_were_not_there():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
@@ -57,7 +58,17 @@ class AttentionInputs:
         return options | {"generator": generator, "impl": impl}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
-        return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
+        x = self if self.query_mask is None else self.apart()
+        return check_inputs(x.query, x.key, x.value, **x.options(generator, impl))
+
+    def apart(self) -> AttentionInputs:
+        """The same call of cross-attention, in which padded keys say nothing about queries: with one more, where as
+        many queries as keys would be taken for the same tokens.
+        """
+        if self.key_mask is None or self.is_causal or self.query.shape[2] != self.key.shape[2]:
+            return self
+        key, value = (pad(rows, (0, 0, 0, 1)) for rows in (self.key, self.value))
+        return replace(self, key=key, value=value, key_mask=pad(self.key_mask, (0, 1)))
 
     @property
     def tokens(self) -> int:

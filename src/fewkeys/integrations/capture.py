@@ -167,7 +167,8 @@ def exact_passes(
                 f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
             )
         if part == "cross":
-            inputs = replace(inputs, query_mask=query_mask)
+            every = torch.ones_like(inputs.query[:, 0, :, 0], dtype=torch.bool)
+            inputs = replace(inputs, query_mask=every if query_mask is None else query_mask)
         if weights is None:
             return on_attention(layer, inputs, exact(module, inputs))
         output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())

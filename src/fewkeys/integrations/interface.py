@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -83,6 +84,16 @@ def attention_modules(model: object) -> list[nn.Module]:
             f"be replaced{why}; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
         )
     return modules
+
+
+_CROSS = re.compile("cross_?att|encoder_att|encdec|encoder_decoder_att", re.IGNORECASE)
+"""What models call their cross-attention."""
+
+
+def cross_attention(model: PreTrainedModel) -> frozenset[int]:
+    """The layers, by their places in `attention_modules`, whose queries are other tokens than their keys."""
+    paths = {module: path for path, module in model.named_modules()}
+    return frozenset(i for i, module in enumerate(attention_modules(model)) if _CROSS.search(paths[module]))
 
 
 def is_causal(module: nn.Module) -> bool:

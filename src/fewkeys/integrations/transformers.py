@@ -16,7 +16,7 @@ from fewkeys.core.validation import check_generator
 from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.capture import capture, weights_of
-from fewkeys.integrations.interface import attach, attention_modules, unwrapped
+from fewkeys.integrations.interface import attach, attention_modules, cross_attention, unwrapped
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.masks import layer_window
 from fewkeys.integrations.terms import attend, plain, window_has_gaps
@@ -80,7 +80,7 @@ def apply(
     guards = tuple(limit and Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     check_generator(generator)
-    return Applied(model, ByPlan(plans, impl, generator, guards))
+    return Applied(model, ByPlan(plans, impl, generator, guards, cross_attention(model)))
 
 
 class Applied(attach):
@@ -106,6 +106,8 @@ class ByPlan:
     impl: Impl
     generator: torch.Generator | None
     guards: tuple[Guard | None, ...]
+    cross: frozenset[int]
+    """The layers of cross-attention."""
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None:
         plan, guard = self.plans[layer], self.guards[layer]
@@ -121,6 +123,7 @@ class ByPlan:
             rows = (inputs.query, inputs.key, inputs.value)
             if gives_way(plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
                 return None
+        inputs = inputs.apart() if layer in self.cross else inputs
         return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
 
 

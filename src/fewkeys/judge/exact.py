@@ -51,7 +51,7 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     Padding is cut out, of the queries too: padded sequences take a block each.
     """
     query, key, value = call.query, call.key, call.value
-    mask = None if call.key_mask is None or bool(call.key_mask.all()) else call.key_mask
+    mask, query_mask = (None if m is None or bool(m.all()) else m for m in (call.key_mask, call.real_queries))
     if mask is not None and (got := call.query_offset):
         raise ValueError(f"query_offset: expected 0 for padded sequences, got {got}; capture whole sequences")
     if mask is not None and call.distance_bias is not None and has_interior_padding(mask):
@@ -59,15 +59,15 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     group = query.shape[1] // key.shape[1]
     most, size = BLOCK if most is None else most, query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], most // size))
-    rows = 1 if mask is not None or heads < key.shape[1] else max(1, most // (size * heads))
+    rows = 1 if mask is not None or query_mask is not None or heads < key.shape[1] else max(1, most // (size * heads))
     for b in range(0, query.shape[0], rows):
         q, k, v = (x[b : b + rows] for x in (query, key, value))
         if mask is not None:
-            real = mask[b]
-            if not bool(real.any()):
-                continue
-            q = q[:, :, real] if q.shape[2] == k.shape[2] else q
-            k, v = k[:, :, real], v[:, :, real]
+            k, v = k[:, :, mask[b]], v[:, :, mask[b]]
+        if query_mask is not None:
+            q = q[:, :, query_mask[b]]
+        if not q.shape[2] or not k.shape[2]:
+            continue
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
             query_heads = slice(h * group, (h + heads) * group)

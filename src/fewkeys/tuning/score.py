@@ -51,7 +51,7 @@ def score_layer(
     for call in capture.calls(layer):
         generator = torch.Generator(call.query.device).manual_seed(0)
         common = call.checked(generator)
-        truth, real = exact.attend(common, Softmax()).float(), _real(common)
+        truth, real = exact.attend(common, Softmax()).float(), _real(call)
         squared_size = torch.linalg.vector_norm(_layer_output(truth, projection), dim=-1).square().clamp_min(1e-30)
         frame(common)
         clusters, problem = -1, common
@@ -76,7 +76,7 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
         problem = problem_of(call, seed)
         truth = exact.attend(problem, Softmax()).float()
         output = attend(problem, [plan.never_exact() for plan in plans]).float()
-        real = _real(problem)
+        real = _real(call)
         heads += float((relative_error(output, truth).mean(1) * real).double().sum())
         of_layer = relative_error(_layer_output(output, projection), _layer_output(truth, projection))
         whole += float((of_layer * real).double().sum())
@@ -89,11 +89,11 @@ def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
     return call.checked(torch.Generator(call.query.device).manual_seed(seed))
 
 
-def _real(problem: Inputs) -> Tensor:
+def _real(call: AttentionInputs) -> Tensor:
     """(B, Nq), 1 at the queries of real tokens."""
-    if problem.valid_queries is None:
-        return problem.query.new_ones((problem.batch, problem.queries), dtype=torch.float32)
-    return problem.valid_queries.float()
+    if call.real_queries is None:
+        return torch.ones_like(call.query[:, 0, :, 0], dtype=torch.float32)
+    return call.real_queries.float()
 
 
 def _errors(
