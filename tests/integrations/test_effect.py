@@ -89,6 +89,30 @@ def test_a_model_that_drops_out_is_refused_before_any_work(model, batches):
     assert not seen
 
 
+def test_padding_of_a_source_is_not_that_of_its_target():
+    """The states are the target's, of which the second has ten tokens; the sources have padded tokens more, or not."""
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = transformers.BartModel(transformers.BartConfig(**sizes, **heads, vocab_size=50, init_std=0.5)).eval()
+    ids, real = torch.randint(3, 50, (2, 12)), torch.arange(12) < torch.tensor([[12], [10]])
+    cosines = []
+    for more in (0, 3):
+        mask = torch.nn.functional.pad(torch.arange(12) < torch.tensor([[5], [12]]), (0, more))
+        batch = {"input_ids": torch.nn.functional.pad(ids, (0, more), value=1), "attention_mask": mask.long()}
+        batch |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": real.long()}
+        taken = capture(model, [batch], part="cross")
+        (row,) = compare(taken, fk.Plan(fk.Window(3)), model=model, batches=[batch]).rows
+        cosines.append((row.cosine, row.token_cosine))
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+        with apply(model, fk.Plan(fk.Window(3))):
+            changed = model(**batch).last_hidden_state
+    expected = torch.cosine_similarity(states[real], changed[real], dim=-1).mean()
+    assert [token for _, token in cosines] == pytest.approx([float(expected)] * 2, abs=1e-5)
+    assert cosines[0] == pytest.approx(cosines[1], abs=1e-5)
+
+
 def test_padding_prepared_for_the_keys_is_that_of_two_axes():
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(**WIDTHS, vocab_size=50, initializer_range=0.5)).eval()

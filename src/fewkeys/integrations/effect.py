@@ -16,7 +16,7 @@ from fewkeys.core.clock import clock
 from fewkeys.core.impl import Impl
 from fewkeys.core.validation import describe
 from fewkeys.integrations.capture import Batch, base_of, batch_arguments, run_without_cache
-from fewkeys.integrations.interface import attach, exact, unwrapped
+from fewkeys.integrations.interface import attach, cross_attention, exact, unwrapped
 from fewkeys.integrations.text import positions
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.layer import Entry
@@ -58,11 +58,12 @@ def judge_model(
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The states of the exact model, even inside `apply`, and which are real (B, N), by its last attention's mask."""
-    masks: list[Tensor | None] = []
+    """The exact model's states, even inside `apply`, and which are real (B, N), by its last mask of self-attention."""
+    cross, masks = cross_attention(model), list[Tensor | None]([None])
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        masks.append(inputs.key_mask)
+        if layer not in cross:
+            masks.append(inputs.key_mask)
         return exact(module, inputs)
 
     with attach(model, answer):
