@@ -50,7 +50,7 @@ def test_flattened_causal_texts_are_refused(tmp_path):
         model(torch.ones(1, 5, dtype=torch.long), use_cache=False, **places)
 
 
-@pytest.mark.parametrize("starts", [[0, 3, 4], [1, 3, 5], [0, 4, 3, 5]], ids=str)
+@pytest.mark.parametrize("starts", [[0, 3], [0, 3, 4], [1, 3, 5], [0, 4, 3, 5]], ids=str)
 def test_places_that_are_none(starts):
     model = encoders.bert().eval()
     with fk.apply(model, fk.budget(16)), pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected places from 0 to"):

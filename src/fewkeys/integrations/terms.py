@@ -163,9 +163,10 @@ def check_sink(sink: Tensor | None, heads: int) -> Tensor | None:
 
 def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable[[AttentionInputs], Tensor]) -> Tensor:
     """The output of `answer`, which gets a row for each packed sequence. starts: `cu_seq_lens_q`."""
-    if starts is None or len(starts) <= 2:
+    tokens = inputs.query.shape[2]
+    if starts is None or starts.tolist() == [0, tokens]:
         return answer(inputs)
-    lengths, tokens = starts.diff(), inputs.query.shape[2]
+    lengths = starts.diff()
     is_row = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
     if not is_row or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
         raise ValueError(
