@@ -215,7 +215,7 @@ def test_an_error_leaves_nothing_behind(tmp_path):
         raise KeyError("from the data")
 
     with pytest.raises(KeyError, match="from the data"):
-        capture(model, broken(), tmp_path / "new")
+        capture(model, broken(), tmp_path / "new" / "folder")
     assert list(tmp_path.iterdir()) == []
     assert model.config._attn_implementation == "sdpa"
     (tmp_path / "mine").mkdir()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
+from fewkeys.cli.files import STAGED, publish
 from fewkeys.cli.progress import progress
 from fewkeys.core.files import read_json
 from fewkeys.cost.crossover import Line
@@ -245,6 +247,7 @@ def test_bench_reads_models_of_few_positions(run, tmp_path):
     code, _, err = run("bench", **options, sequences=None, length=None, slots=None)
     assert code == 0, err
     assert {row["length"] for row in read_json(tmp_path / "out", "bench.json")["rows"]} == {32, 96}
+    refused(run("bench", **options | {"heads": 3}, sequences=None, length=None, slots=None), "--lengths, --heads: ")
 
 
 def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch):
@@ -268,6 +271,9 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch
     assert report.sample.tokens[0] == "[CLS]"
     assert report.row("exact").kept[1] == ["1" * 4 * 16] * 2
     assert "0" in report.row("mine").kept[1][0]
+    for damaged in ([], {"tokens": 3}, {"model": 3}, {"other": "name"}):
+        (folder / "opened.json").write_text(json.dumps(damaged))
+        refused(run(flags=arguments, slots=4, **none), "--capture", "opened.json is damaged")
     refused(run(flags=arguments), "not allowed with")
     refused(run(flags=arguments[:1], model=None), "--text", "--capture")
     refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
@@ -455,6 +461,69 @@ def test_a_failure_at_the_end_leaves_nothing(run, tmp_path, monkeypatch):
     assert left(tmp_path) == ["words.txt"]
 
 
+@pytest.mark.parametrize("below", ["", "new/folder"])
+def test_files_are_staged_on_the_disk_of_their_folder(tmp_path, below):
+    """What is above --out may be another disk, or a folder that one may not write to, such as /home."""
+    staged = []
+    (tmp_path / "out").mkdir()
+    publish(tmp_path / "out" / below, staged.append)
+    assert staged[0].parent == tmp_path / "out"
+
+
+def test_a_broken_link_is_no_folder(run, tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    refused(run(out=tmp_path / "out"), "--out", "No such file or directory")
+
+
+def test_a_capture_goes_where_a_killed_one_was_staged(run, tmp_path):
+    (tmp_path / "out" / f"{STAGED}of-a-killed-process").mkdir(parents=True)
+    assert run("capture", out=tmp_path / "out")[0] == 0
+    Capture.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "code"), [("stdout", 0), ("stderr", 2)])
+def test_a_reader_that_has_gone(run, tmp_path, monkeypatch, name, code):
+    """As in `fewkeys ... | head`. Exit code 0 promises the files: without stderr, nobody would see that they lack."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, name, stream)
+        assert run(out=tmp_path / "out", slots=4)[0] == code
+    assert (tmp_path / "out" / "results.json").exists() == (code == 0)
+
+
+def test_without_stderr_there_is_only_json_on_stdout(run, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    code, out, _ = run(flags=["--json"], slots=4, sequences=100)
+    sys.stderr.close()
+    assert code == 0
+    Report.from_dict(json.loads(out))
+
+
+def test_a_full_disk_behind_stdout_is_an_error(run, tmp_path, monkeypatch):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    with suppress(OSError), open("/dev/full", "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        refused(run("capture", out=tmp_path / "out"), "No space left")
+
+
+def test_names_that_are_not_utf8_can_be_reported(run, words):
+    """A page and JSON hold text."""
+    odd = words.rename(words.with_name(os.fsdecode(b"caf\xe9.txt")))
+    assert run(text=odd, out=words.parent / "out", slots=4)[0] == 0
+    assert Report.load(words.parent / "out" / "results.json").settings["text"] == [r"caf\xe9.txt"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
+def test_too_little_memory_is_one_line(run, monkeypatch, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("fewkeys.integrations.compare.compare", broken)
+    refused(run(), "expected more memory")
+
+
 def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -500,7 +569,7 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     refused(run("tune", out=tmp_path / "new", slots=None, **{"held-out": 0}), "--held-out")
     refused(run("tune", out=None), "--out")
     refused(run("tune", out=tmp_path / "new", slots=32), "--slots", "fewer than the 32 tokens")
-    refused(run("tune", ["--memory=constant"], out=tmp_path / "new"), "memory: expected 'all'", "sees the future")
+    refused(run("tune", ["--memory=constant"], out=tmp_path / "new"), "error: --memory: expected", "sees the future")
     assert left(tmp_path) == ["out", "words.txt"]
     code, shown, err = run("tune", out=out, slots=None, sequences=2, **{"max-error": 1e-9})
     assert code == 0, err

@@ -413,6 +413,7 @@ BAD = {
     "no such prompt": (["--prompt-name", "x"], "0.txt", "--prompt-name: expected one of .*'query'.*, got 'x'"),
     "two prompts": (["--prompt-name", "x", "--prompt", "y"], "0.txt", "not allowed with argument"),
     "two plans": (["--slots", "8", "--plan", "x"], "0.txt", "not allowed with argument"),
+    "a prompt that is no text": (["--prompt", "\udce9"], "0.txt", "--prompt: expected text that UTF-8 can hold, got a"),
     "no such plan": (
         ["--plan", "nowhere"],
         "sub/marked.txt",
@@ -463,6 +464,10 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
         assert run(model, "--out", tmp_path / "v.npz", *options, file) == 2
         assert message in capsys.readouterr().err
         assert not list(tmp_path.glob("*v.npz*"))
+    for plan, message in (((wrong / MODEL_FILE).read_text(), "one plan for each"), ("[]", "a description of format")):
+        (by_one / MODEL_FILE).write_text(plan)
+        assert run(by_one, "--out", tmp_path / "v.npz", file) == 2
+        assert f"--model: expected {message}" in capsys.readouterr().err
 
 
 def test_without_the_library(short, folder, tmp_path, capsys, monkeypatch):

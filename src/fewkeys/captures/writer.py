@@ -34,7 +34,8 @@ class CaptureWriter:
         self._layer = self._batches = self._sequences = self._tokens = 0
         self.directory = Path(tempfile.mkdtemp(prefix="fewkeys-capture-") if directory is None else directory)
         self._removal = _Removal(self.directory) if directory is None else None
-        self._created = directory is None or not self.directory.exists()
+        folders = [self.directory, *self.directory.parents]
+        self._created = [x for x in folders if not x.exists()] if directory is not None else folders[:1]
         if self.directory.exists() and not self.directory.is_dir():
             raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -116,9 +117,9 @@ class CaptureWriter:
         """Remove what this writer has made."""
         for name in (*self._files, INDEX):
             (self.directory / name).unlink(missing_ok=True)
-        if self._created:
-            with suppress(OSError):  # the folder holds other files: leave it
-                self.directory.rmdir()
+        with suppress(OSError):  # a folder holds other files: leave it
+            for folder in self._created:
+                folder.rmdir()
 
 
 class _Removal:

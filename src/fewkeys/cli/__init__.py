@@ -54,6 +54,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     outcome = "nothing was written"
+    sys.stderr = sys.stderr or io.StringIO()  # closed, as by `2>&-`: notes must not go to stdout
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without rules of tables, or without names of files
     try:
@@ -68,14 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fewkeys: interrupted; {outcome}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of stdout has closed it, as in `fewkeys ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # the reader of stderr has closed it: nobody sees progress or a message
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        return 2
     except (OSError, ValueError, ImportError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
             message = f"{error.filename}: {error.strerror}"
         print("fewkeys: error:", " ".join(message.split()), file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's own
+            raise
+        print(f"fewkeys: error: expected more memory; give shorter texts, or ask for less; {outcome}", file=sys.stderr)
         return 2
     return 0
 

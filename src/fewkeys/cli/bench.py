@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.judge.standard import standard_plans
 
     dtype = getattr(torch, arguments.dtype)
-    with progress() as step:
+    named = inputs.named_as_options(**{"lengths, heads": "--lengths, --heads", "capture": "--model"})
+    with progress() as step, named:
         if real:
             draw = captured_inputs(inputs.read(arguments, step, tokens=max(arguments.lengths))[0], dtype=dtype)
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver
+from fewkeys.cli.files import deliver, to_reader
 from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, named_path
 from fewkeys.cli.progress import progress
 
@@ -85,4 +85,5 @@ def run(arguments: argparse.Namespace) -> None:
 
     deliver(arguments, report.to_json(), lambda: print_table(report), RESULTS, fill)
     if arguments.out is not None and not arguments.json:
-        print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")
+        with to_reader():
+            print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")

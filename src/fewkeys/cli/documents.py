@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fewkeys.cli.files import printable
+
 PDF = b"%PDF-"
 """The first bytes of a PDF, which may be ASCII throughout."""
 HEAD = 2**16
@@ -35,7 +37,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
         if not path.exists():
             raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
         for file, text, reason in _files(path) if path.is_dir() else [(path, *_text(path))]:
-            name = os.fsencode(file).decode(errors="backslashreplace")
+            name = printable(file)
             if not reason:
                 documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest(), file is path)
             elif file is path:

@@ -92,12 +92,13 @@ def run(arguments: argparse.Namespace) -> None:
         passes, left_out = _passes(documents, encoder, settings, step)
         finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
         unfinished = {key: text for key, text in passes.items() if key not in finished.rows}
+        of_plan = "--model" if arguments.plan is None else "--plan"
         try:
-            if arguments.compile:
-                with inputs.named_as_options(compile="--compile"):
+            with inputs.named_as_options(compile="--compile", plan=of_plan, chunks="--chunk"):
+                if arguments.compile:
                     embed.compile_model(encoder)
-            for key, text_rows in _embedded(encoder, plan, unfinished, settings, step):
-                finished.add(key, text_rows)
+                for key, text_rows in _embedded(encoder, plan, unfinished, settings, step):
+                    finished.add(key, text_rows)
         finally:
             finished.write()
     rows = {document.name: finished.rows[document.key] for document in documents if document.name not in left_out}
@@ -162,7 +163,7 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
     folder = arguments.plan or Path(arguments.model)
     has_plan = any((folder / name).is_file() for name in (FILE, MODEL_FILE))
     if arguments.plan is not None or (has_plan and arguments.slots is None):
-        return inputs.open_plan(folder)
+        return inputs.open_plan(folder, "--model" if arguments.plan is None else "--plan")
     causal = any(map(is_causal, attention_modules(encoder)))
     if arguments.chunk is None or causal:
         return budget(arguments.slots or SLOTS, is_causal=causal)
@@ -224,7 +225,7 @@ def _embedded(
     from fewkeys.integrations.transformers import apply
 
     total, done = sum(text.tokens for text in texts.values()), 0
-    with inputs.named_as_options(plan="--plan"), apply(encoder, plan, max_error=embed.WATCH) as applied:
+    with apply(encoder, plan, max_error=embed.WATCH) as applied:
         for key, text in texts.items():
             parts: list[TextRows] = []
             for first, last in text.spans:

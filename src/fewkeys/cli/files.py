@@ -4,32 +4,44 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fewkeys.core.files import write_whole
 
+STAGED = ".fewkeys-"
+"""The beginning of the names of folders with files that are not finished; a killed process leaves them."""
+
 
 def check_folder(out: Path) -> None:
     """`ValueError` if files cannot be written to `out`."""
     try:
-        with tempfile.TemporaryDirectory(dir=_existing(out), prefix=".fewkeys-"):
+        with tempfile.TemporaryDirectory(dir=_existing(out), prefix=STAGED):
             pass
     except OSError as error:
         raise ValueError(f"--out: expected a folder that can be written, got {out} ({error.strerror})") from error
 
 
 def _existing(path: Path) -> Path:
-    """`path` or its nearest ancestor that exists."""
+    """`path` or its nearest ancestor that exists, be it a broken link."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.lexists(place))
+
+
+def printable(path: str | Path) -> str:
+    """A name as text: in Linux it may be bytes that are not UTF-8, which no file of text can hold."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def publish(out: Path, fill: Callable[[Path], None], last: str = "") -> list[str]:
-    """Let `fill` write files beside `out`, then move them into `out`, `last` at the end. Returns their names."""
-    staged = Path(tempfile.mkdtemp(dir=_existing(out.parent), prefix=".fewkeys-"))
+    """Let `fill` write files to a folder within `out`, or within its nearest ancestor that exists: only there can files
+    surely be written, and moved without copying. Then move them into `out`, `last` at the end. Returns their names.
+    """
+    staged = Path(tempfile.mkdtemp(dir=_existing(out), prefix=STAGED))
     try:
         fill(staged)
         names = sorted((path.name for path in staged.iterdir()), key=lambda name: (name == last, name))
@@ -59,9 +71,20 @@ def deliver(
         fill(folder)
 
     names = publish(arguments.out, fill_all, last) if name and arguments.out is not None else []
-    if arguments.json:
-        print(text, end="")
-        return
-    show()
-    if names:
-        print(f"\nWritten: {', '.join(names)} in {arguments.out}")
+    with to_reader():
+        if arguments.json:
+            print(text, end="")
+            return
+        show()
+        if names:
+            print(f"\nWritten: {', '.join(names)} in {arguments.out}")
+
+
+@contextmanager
+def to_reader() -> Iterator[None]:
+    """Print all of it now. The reader of stdout may close it, as in `fewkeys ... | head`: the files are written."""
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

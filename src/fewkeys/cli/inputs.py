@@ -8,15 +8,16 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fewkeys.demo as demo
-from fewkeys.cli.files import check_folder
+from fewkeys.cli.files import check_folder, printable
 from fewkeys.cli.progress import Step
 from fewkeys.core.files import read_json
+from fewkeys.core.records import build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ EXTRAS = {
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
 """The extras within an extra."""
 OPENED = "opened.json"
-"""The file beside a capture with the model's name and the tokens of the first sequence."""
+"""The file beside a capture with a `FirstSequence`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Opened:
     batches: list[Tensor]
     files: list[str]
     tokens: list[str]
+
+
+@dataclass(frozen=True)
+class FirstSequence:
+    """The tokens of the first sequence of a capture, and the name of its model."""
+
+    model: str = ""
+    tokens: list[str] = field(default_factory=list)
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
@@ -105,7 +114,8 @@ def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = N
         note = f"the text holds {count} of {sequences} sequences of {length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
     first = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
-    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], first)
+    names = ["stdin" if str(path) == "-" else printable(path.name) for path in files]
+    return Opened(model, printable(name), batches, names, first)
 
 
 def read(
@@ -132,17 +142,22 @@ def read(
 
         with named_as_options(directory="--capture"):
             captured = Capture.load(arguments.capture)
-            facts = read_json(arguments.capture, OPENED) if (arguments.capture / OPENED).is_file() else {}
-        opened = Opened(None, facts.get("model", captured.model_name), [], [], facts.get("tokens", []))
+        first, path = FirstSequence(), arguments.capture / OPENED
+        if path.is_file():
+            try:
+                first = build(FirstSequence, read_json(arguments.capture, OPENED))
+            except ValueError as error:
+                raise ValueError(f"--capture: {path} is damaged ({error}); delete it or capture again") from error
+        opened = Opened(None, first.model or captured.model_name, [], [], first.tokens)
     return replace(captured, model_name=opened.name), opened
 
 
-def open_plan(folder: Path) -> Plan | ModelPlan:
+def open_plan(folder: Path, option: str = "--plan") -> Plan | ModelPlan:
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
     kind = model_plan.ModelPlan if (folder / model_plan.FILE).is_file() else Plan
-    with named_as_options(directory="--plan"):
+    with named_as_options(**dict.fromkeys(("directory", "plan", "model plan"), option)):
         return kind.from_pretrained(folder)
 
 

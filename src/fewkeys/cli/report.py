@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fewkeys.cli.compare import RESULTS
-from fewkeys.cli.files import deliver
+from fewkeys.cli.files import deliver, to_reader
 from fewkeys.cli.inputs import need
 from fewkeys.cli.options import named_path
 
@@ -38,4 +38,5 @@ def run(arguments: argparse.Namespace) -> None:
         save_page(report, page)
     except OSError as error:
         raise ValueError(f"--html: expected a file that can be written, got {page} ({error.strerror})") from error
-    print(f"Open {page.resolve().as_uri()}")
+    with to_reader():
+        print(f"Open {page.resolve().as_uri()}")

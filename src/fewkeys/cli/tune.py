@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
         captured = replace(capture(model, seen, gradients=arguments.gradients), model_name=opened.name)
         work = arguments.out / WORK
         options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
-        plan = tune(captured, **options, directory=work, progress=step)
+        with inputs.named_as_options(memory="--memory"):
+            plan = tune(captured, **options, directory=work, progress=step)
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
         shown: dict[str, Any] = {"tuned": plan, **{name: rows[name] for name in rows if name not in LEFT_OUT}}

@@ -187,8 +187,7 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
     if name is not None and prompt is not None:
         raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
     if prompt is not None:
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompt: expected a str, got {type(prompt).__name__}")
+        _check_text("prompt", prompt)
         return prompt
     name = encoder.default_prompt_name if name is None else name
     if name is None:
@@ -269,8 +268,7 @@ def fast_tokenizer(encoder: SentenceTransformer) -> Any:
 
 def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     """The tokens of prompt and text, none cut off."""
-    if not isinstance(text, str):
-        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+    _check_text("text", text, "; pass texts one by one")
     tokenizer = fast_tokenizer(encoder)
     options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
     encoding = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
@@ -280,6 +278,17 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     if not of_text:
         raise NoTokenError("text: expected some text, got none that makes a token")
     return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
+
+
+def _check_text(name: str, text: object, fix: str = "") -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a str, got {type(text).__name__}{fix}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: expected text that UTF-8 can hold, got a lone surrogate, character {error.start}; decode it anew"
+        ) from None
 
 
 def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
