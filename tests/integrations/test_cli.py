@@ -241,6 +241,14 @@ def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
         refused(run(text=zipped), "--text", "gzip")
 
 
+def test_a_byte_order_mark_is_no_token(run, tmp_path):
+    marked = tmp_path / "marked.txt"
+    marked.write_text(TEXT, encoding="utf-8-sig")
+    assert run("capture", text=marked, out=tmp_path / "marked")[0] == run("capture", out=tmp_path / "plain")[0] == 0
+    one, other = (next(Capture.load(tmp_path / name).calls(0)).query for name in ("marked", "plain"))
+    assert torch.equal(one, other)
+
+
 def test_bench_reads_models_of_few_positions(run, tmp_path):
     """The lengths of a benchmark are longer than the model's sequences, which are joined."""
     options = {"lengths": "32,96", "plans": "window:8", "heads": 2, "out": tmp_path / "out"}
@@ -258,6 +266,7 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch
     none = {"model": None, "text": None}
     monkeypatch.chdir(plan)
     arguments = [f"--capture={folder}", "--plan=.", f"--plan={tuned}"]
+    assert inputs.open_plan(tuned / "model_plan.json") == inputs.open_plan(tuned)
     opened = read_json(folder, "opened.json")
     (folder / "opened.json").write_text(json.dumps(opened | {"model": "of another name"}))
     code, shown, err = run(flags=arguments, out=tmp_path / "out", slots=4, **none)
@@ -278,6 +287,8 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch
     refused(run(flags=arguments[:1], model=None), "--text", "--capture")
     refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
     refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "different names")
+    ModelPlan(((fk.budget(8),),) * 3).save_pretrained(tmp_path / "deep")
+    refused(run(flags=[f"--plan={tmp_path / 'deep'}"], slots=4), "--plan: expected 2 layers")
     plan.rename(tmp_path / "window")
     refused(run(flags=[f"--plan={tmp_path / 'window'}"]), "--plan", "rename")
 
@@ -295,6 +306,8 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert capsys.readouterr().out == (out / "results.json").read_text()
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "words.txt")]) == 2
+    assert "error: RESULTS: expected a JSON report" in capsys.readouterr().err
     assert cli.main(["report", str(out), f"--html={tmp_path / 'words.txt' / 'page.html'}"]) == 2
     assert "--html: expected a file that can be written" in capsys.readouterr().err
 

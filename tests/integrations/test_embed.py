@@ -186,6 +186,25 @@ def test_a_killed_run_goes_on_where_it_stopped(long, folder, tmp_path, capsys, m
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_a_killed_run_keeps_the_finished_parts_of_a_text(short, tmp_path, monkeypatch):
+    """A book may take hours."""
+    (tmp_path / "book").write_text(words(300))
+    options = ["--longer", "split", "--chunk", 20, tmp_path / "book"]
+    assert run(short, "--out", tmp_path / "whole.npz", *options) == 0
+    passes, chunks = [], late.late_chunks
+
+    def counted(encoder, text, *args, **more):
+        passes.append(text)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return chunks(encoder, text, *args, **more)
+
+    monkeypatch.setattr(late, "late_chunks", counted)
+    assert [run(short, "--out", tmp_path / "out.npz", *options) for _ in range(2)] == [130, 0]
+    assert len(passes) == 3 + 3  # of five parts
+    assert same(tmp_path / "out.npz", tmp_path / "whole.npz")
+
+
 def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_path, monkeypatch):
     out, work, chunks, passes = tmp_path / "out.npz", tmp_path / ".out.npz.embedding", late.late_chunks, []
 

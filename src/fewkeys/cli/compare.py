@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
         if user_plans:
             plans[None] = user_plans
         whole = {"model": opened.model, "batches": opened.batches or None}
-        report = compare(captured, plans, **whole, seed=arguments.seed, progress=step)
+        with inputs.named_as_options(plans="--plan"):
+            report = compare(captured, plans, **whole, seed=arguments.seed, progress=step)
         lengths, times = arguments.lengths or [], []
         # A recommended plan that pays for every key is exact attention, without a budget, and has its time.
         wanted = {OURS, *user_plans}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -75,6 +75,15 @@ class Passes(NamedTuple):
     spans: list[tuple[int, int]]
     tokens: int
 
+    def without(self, rows: Mapping[str, TextRows], key: str) -> Passes:
+        """The passes that have no rows."""
+        return self._replace(spans=[span for span in self.spans if _part(key, span) not in rows])
+
+
+def _part(key: str, span: tuple[int, int]) -> str:
+    """The key of the rows of one pass over the text of this digest."""
+    return f"{key} {span[0]} {span[1]}"
+
 
 def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
@@ -82,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     inputs.need("transformers", "sentence_transformers")
     documents, skipped = read_documents(arguments.texts)
 
-    from fewkeys.cli.vectors import FinishedTexts, columns, save
+    from fewkeys.cli.vectors import FinishedTexts, TextRows, columns, save
     from fewkeys.integrations import embed
 
     inputs.set_threads(arguments)
@@ -91,17 +100,22 @@ def run(arguments: argparse.Namespace) -> None:
         encoder, plan, settings = _opened(arguments, step)
         passes, left_out = _passes(documents, encoder, settings, step)
         finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
-        unfinished = {key: text for key, text in passes.items() if key not in finished.rows}
+        left = {key: text.without(finished.rows, key) for key, text in passes.items()}
+        unfinished = {key: text for key, text in left.items() if text.spans}
         of_plan = "--model" if arguments.plan is None else "--plan"
         try:
             with inputs.named_as_options(compile="--compile", plan=of_plan, chunks="--chunk"):
                 if arguments.compile:
                     embed.compile_model(encoder)
-                for key, text_rows in _embedded(encoder, plan, unfinished, settings, step):
-                    finished.add(key, text_rows)
+                for part, part_rows in _embedded(encoder, plan, unfinished, settings, step):
+                    finished.add(part, part_rows)
         finally:
             finished.write()
-    rows = {document.name: finished.rows[document.key] for document in documents if document.name not in left_out}
+    rows = {
+        document.name: TextRows.joined(finished.rows[_part(document.key, span)] for span in passes[document.key].spans)
+        for document in documents
+        if document.name not in left_out
+    }
     table = columns(rows)
     save(out, table, settings)
     finished.remove()
@@ -217,7 +231,7 @@ def _passes(
 def _embedded(
     encoder: SentenceTransformer, plan: Plan | ModelPlan, texts: dict[str, Passes], settings: dict[str, Any], step: Step
 ) -> Iterator[tuple[str, TextRows]]:
-    """The rows of every text, by digest."""
+    """The rows of every pass."""
     import torch
 
     from fewkeys.cli.vectors import TextRows
@@ -227,17 +241,15 @@ def _embedded(
     total, done = sum(text.tokens for text in texts.values()), 0
     with apply(encoder, plan, max_error=embed.WATCH) as applied:
         for key, text in texts.items():
-            parts: list[TextRows] = []
-            for first, last in text.spans:
-                so_far = done + text.tokens * len(parts) // len(text.spans)
+            for number, (first, last) in enumerate(text.spans):
+                so_far = done + text.tokens * number // len(text.spans)
                 step(so_far, total, f"embedding {_counted(len(texts), 'text')}, {10 * (10 * so_far // total)} % done")
                 before = applied.fallbacks
                 chunks = embed.late_chunks(encoder, text.text[first:last], settings["chunk"], prompt=settings["prompt"])
                 tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans) + first
                 error = torch.full_like(tokens, embed.estimated(before, applied.fallbacks), dtype=torch.float64)
-                parts.append(TextRows(chunks.vectors.float().cpu(), spans, tokens, error))
+                yield _part(key, (first, last)), TextRows(chunks.vectors.float().cpu(), spans, tokens, error)
             done += text.tokens
-            yield key, TextRows.joined(parts)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import fewkeys.demo as demo
 from fewkeys.cli.files import check_folder, printable
 from fewkeys.cli.progress import Step
-from fewkeys.core.files import read_json
+from fewkeys.core.files import folder_of, read_json
 from fewkeys.core.records import build
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def open_plan(folder: Path, option: str = "--plan") -> Plan | ModelPlan:
     from fewkeys import model_plan
     from fewkeys.plan import Plan
 
+    folder = folder_of(folder)
     kind = model_plan.ModelPlan if (folder / model_plan.FILE).is_file() else Plan
     with named_as_options(**dict.fromkeys(("directory", "plan", "model plan"), option)):
         return kind.from_pretrained(folder)
@@ -176,7 +177,7 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         try:
             data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-            texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))
+            texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fewkeys.cli.compare import RESULTS
 from fewkeys.cli.files import deliver, to_reader
-from fewkeys.cli.inputs import need
+from fewkeys.cli.inputs import named_as_options, need
 from fewkeys.cli.options import named_path
 
 
@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.report import print_table
     from fewkeys.report.page import save_page
 
-    report = Report.load(path)
+    with named_as_options(path="RESULTS"):
+        report = Report.load(path)
     if page is None:
         deliver(arguments, report.to_json(), lambda: print_table(report))
         return

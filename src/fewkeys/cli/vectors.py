@@ -19,11 +19,11 @@ from fewkeys.core.records import digest
 from fewkeys.core.tensor_files import Form
 
 SECONDS = 10.0
-"""The most seconds of work that a killed run loses."""
+"""The most seconds of work that a killed run loses, beside the pass that it was in."""
 
 
 class TextRows(NamedTuple):
-    """The rows of one text: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
+    """The rows of one text or pass: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
 
     vectors: Tensor
     spans: Tensor
@@ -36,7 +36,7 @@ class TextRows(NamedTuple):
 
 
 class FinishedTexts:
-    """The rows of finished texts by digest, in memory and in a folder. Files of other `settings` are removed."""
+    """The rows of finished passes by key, in memory and in a folder. Files of other `settings` are removed."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._kind = folder, f"rows of vectors by {digest(settings)}"
