@@ -23,7 +23,7 @@ SECONDS = 10.0
 
 
 class TextRows(NamedTuple):
-    """The rows of one text or pass: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
+    """The rows of a pass: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
 
     vectors: Tensor
     spans: Tensor
