@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import fewkeys as fk
 from encoders import WORDS, tokenizer
@@ -519,6 +520,18 @@ def test_a_full_disk_behind_stdout_is_an_error(run, tmp_path, monkeypatch):
     with suppress(OSError), open("/dev/full", "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         refused(run("capture", out=tmp_path / "out"), "No space left")
+
+
+@pytest.mark.parametrize("command", ["capture", "compare"])
+def test_a_full_disk_is_one_line(run, tmp_path, monkeypatch, command):
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("fewkeys.captures.writer.save_file", full)
+    refused(
+        run(command, out=tmp_path / "a" / "b"), "layer000-batch00000.safetensors cannot be written", "No space left"
+    )
+    assert left(tmp_path) == ["words.txt"]
 
 
 def test_names_that_are_not_utf8_can_be_reported(run, words):

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -92,7 +93,11 @@ class CaptureWriter:
     def _save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
         copies = plain({key: tensor for key, tensor in tensors.items() if tensor is not None})
         self._files[name] = fingerprint(name, copies)
-        save_file(copies, self.directory / name)
+        try:
+            save_file(copies, self.directory / name)
+        except SafetensorError as error:  # of a full disk
+            fix = "make room, or name a larger disk (TMPDIR, for a temporary capture)"
+            raise OSError(f"capture: {self.directory / name} cannot be written ({error}); {fix}") from None
 
     def finish(self, weights: Sequence[float] = ()) -> Capture:
         """Write `capture.json` and return the capture. `weights`: as in `Facts`."""
