@@ -519,7 +519,8 @@ def test_a_full_disk_behind_stdout_is_an_error(run, tmp_path, monkeypatch):
         pytest.skip("no /dev/full")
     with suppress(OSError), open("/dev/full", "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        refused(run("capture", out=tmp_path / "out"), "No space left")
+        result = run("capture", out=tmp_path / "out")
+    refused(result, "No space left")
 
 
 @pytest.mark.parametrize("command", ["capture", "compare"])
