@@ -51,7 +51,7 @@ def score(
             for at, value in enumerate(family.values)
         }
         for number, call in enumerate(capture.calls(layer)):
-            if call.key_mask is not None or call.query_mask is not None:
+            if any(mask is not None and not mask.all() for mask in (call.key_mask, call.query_mask)):
                 raise ValueError("capture: expected sequences without padding, got some; batch sequences of one length")
             x = problem_of(call, number)
             gold = sparsefinder.EntmaxSupport(alpha).select(x).to_mask()

@@ -414,7 +414,7 @@ def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys):
     assert code == (2 if said.err else 0)
     if code:
         assert said.err.count("\n") == 1
-        assert said.err.startswith("fewkeys: error: path: expected a JSON report, got ")
+        assert said.err.startswith("fewkeys: error: RESULTS: expected a JSON report, got ")
         assert not said.out
 
 

@@ -75,6 +75,11 @@ def test_top_k_is_the_renormalised_oblivious_oracle():
     torch.testing.assert_close(error, (delta * gap).norm(dim=-1))
 
 
+def test_errors_have_gradients():
+    rows = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda rows: fk.metrics.relative_error(*rows), rows)
+
+
 @pytest.mark.parametrize(
     ("unit", "dtype"),
     [

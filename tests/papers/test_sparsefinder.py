@@ -16,7 +16,7 @@ import fewkeys as fk
 from captures import captured
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.captures.writer import CaptureWriter
-from fewkeys.core.learned import _file_name
+from fewkeys.core.learned import file_name
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import train
 from fewkeys.papers.sparsefinder.evaluate import score_graphs
@@ -560,7 +560,7 @@ def test_a_plan_whose_tensors_are_gone_is_refused(tmp_path):
     plan = finder.plan(sparsefinder.Clusters(3))[0][0]
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-3] + b"abc")):
         plan.save_pretrained(tmp_path)
-        damage(tmp_path / _file_name(plan.keep.fitted.fingerprint))
+        damage(tmp_path / file_name(plan.keep.fitted.fingerprint))
         with pytest.raises(ValueError, match=r"^directory: "):
             fk.Plan.from_pretrained(tmp_path)
     # A newer plan does not take away what an older one in the folder needs.

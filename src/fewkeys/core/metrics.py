@@ -48,9 +48,10 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
     approx, exact = working(approx), working(exact)
     # In units near their size, so that differences and squares of the largest numbers do not overflow, and those of the
     # least do not vanish.
-    size = (approx.abs() + exact.abs()).sum(-1, keepdim=True).nan_to_num()
+    size = (approx.abs() + exact.abs()).detach().sum(-1, keepdim=True).nan_to_num()
     least = math.frexp(torch.finfo(size.dtype).tiny)[1]
-    approx, exact = (torch.ldexp(x, -torch.frexp(size).exponent.clamp_min(least)) for x in (approx, exact))
+    unit = torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent.clamp_min(least))
+    approx, exact = approx * unit, exact * unit  # ldexp has no gradient
     difference, size = (vector_norm(x, dim=-1, dtype=torch.float64) for x in (approx - exact, exact))
     # Not `difference > 0`: a NaN output must give a NaN error, not zero.
     return torch.where(difference == 0, torch.zeros_like(size), difference / size).to(exact.dtype)
