@@ -51,8 +51,9 @@ def attention(
         plan: the three together, or one plan for each key head, as `fewkeys.tune` finds them.
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
-        lengths: (B,) integers: how many keys of each sequence, the first ones, are real. The output at padded queries
-            of self-attention is meaningless.
+        lengths: (B,) integers: how many keys of each sequence, the first ones, are real. Nq = Nk queries without an
+            offset are taken for those of the same tokens: the output at padded ones is meaningless. If they belong to
+            other tokens (cross-attention), append one more padded key.
         key_mask: bool (B, Nk), True for real keys, wherever they are; instead of `lengths`.
         query_offset: position of the first query among the keys (0 aligns upper-left, as torch's SDPA does; Nk - Nq
             for decoding with a cache).
