@@ -48,7 +48,7 @@ from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say,
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((1, 512), (8, 512), (32, 128), (1, 1024), (1, 2048), (1, 4096), (1, 8192), (1, 16384))
 MODELS = ("minilm", "base", "modernbert")
-SLOTS, FEWEST_TURNS, TURNS, ENOUGH_SECONDS, LONGEST = 64, 2, 7, 20.0, 40.0
+SLOTS, FEWEST_TURNS, TURNS, ENOUGH_SECONDS, LONGEST = 64, 5, 7, 20.0, 40.0
 SCORES = 2**31
 """Bytes of one layer's scores, beyond which ONNX Runtime, which holds them all, is left out."""
 PAUSE = 0.05
