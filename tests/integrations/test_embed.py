@@ -163,8 +163,8 @@ def test_prompts_are_those_of_the_model(options, prompt, short, tmp_path):
     np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], expected, atol=1e-5)
 
 
-def test_a_killed_run_goes_on_where_it_stopped(long, folder, tmp_path, capsys, monkeypatch):
-    assert run(long, "--out", tmp_path / "whole.npz", "--chunk", 100, folder) == 0
+def interrupted_in_the_third(monkeypatch):
+    """The texts of all passes; the third pass is interrupted."""
     passes, chunks = [], late.late_chunks
 
     def counted(encoder, text, *args, **options):
@@ -174,6 +174,12 @@ def test_a_killed_run_goes_on_where_it_stopped(long, folder, tmp_path, capsys, m
         return chunks(encoder, text, *args, **options)
 
     monkeypatch.setattr(late, "late_chunks", counted)
+    return passes
+
+
+def test_a_killed_run_goes_on_where_it_stopped(long, folder, tmp_path, capsys, monkeypatch):
+    assert run(long, "--out", tmp_path / "whole.npz", "--chunk", 100, folder) == 0
+    passes = interrupted_in_the_third(monkeypatch)
     out = tmp_path / "out.npz"
     capsys.readouterr()
     assert run(long, "--out", out, "--chunk", 100, folder) == 130
@@ -191,15 +197,7 @@ def test_a_killed_run_keeps_the_finished_parts_of_a_text(short, tmp_path, monkey
     (tmp_path / "book").write_text(words(300))
     options = ["--longer", "split", "--chunk", 20, tmp_path / "book"]
     assert run(short, "--out", tmp_path / "whole.npz", *options) == 0
-    passes, chunks = [], late.late_chunks
-
-    def counted(encoder, text, *args, **more):
-        passes.append(text)
-        if len(passes) == 3:
-            raise KeyboardInterrupt
-        return chunks(encoder, text, *args, **more)
-
-    monkeypatch.setattr(late, "late_chunks", counted)
+    passes = interrupted_in_the_third(monkeypatch)
     assert [run(short, "--out", tmp_path / "out.npz", *options) for _ in range(2)] == [130, 0]
     assert len(passes) == 3 + 3  # of five parts
     assert same(tmp_path / "out.npz", tmp_path / "whole.npz")
