@@ -52,7 +52,7 @@ class AttentionInputs:
     gradient: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
-        """For `fewkeys.attention`."""
+        """The options of this call for `fewkeys.attention`."""
         options: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
         options |= {"query_offset": self.query_offset, "distance_bias": self.distance_bias}
         return options | {"generator": generator, "impl": impl}

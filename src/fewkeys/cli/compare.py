@@ -18,7 +18,7 @@ RESULTS = "results.json"
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
 SECONDS = 5.0
-"""For whole models at one length."""
+"""About how long whole models are timed at one length."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -79,7 +79,7 @@ class Fields:
         return self.changed(lambda tensor: tensor[index])
 
     def bytes(self) -> int:
-        """Shared memory counts once."""
+        """The bytes of all tensors. Shared memory counts once."""
         tensors = [leaf.storage if isinstance(leaf, Buffer) else leaf for _, leaf, _ in _leaves(self, "")]
         return sum({part.data_ptr(): part.numel() * part.itemsize for part in tensors if part.numel()}.values())
 

@@ -70,7 +70,7 @@ class ExtraEdges(Protocol):
         """Raise `ValueError` if these cannot be edges of such a problem."""
 
     def mask(self, start: int, stop: int) -> Tensor:
-        """As `Graph.mask`."""
+        """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
 
     def __or__(self, other: Self) -> Self: ...
 

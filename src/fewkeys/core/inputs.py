@@ -99,7 +99,7 @@ class Inputs:
         return None if self.queries != self.keys or self.offset else self.valid
 
     def grouped_query(self) -> Tensor:
-        """A view (B, Hkv, gqa_ratio, Nq, D)."""
+        """The queries by the key head that they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
         return torch.unflatten(self.query, 1, (self.kv_heads, self.gqa_ratio))
 
     def heads(self, index: Tensor | slice, batch: slice = slice(None)) -> Inputs:

@@ -27,7 +27,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_is_on() -> bool:
-    """For any device."""
+    """Whether autocast is on for any device."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # no loop: every layer asks this
 
 

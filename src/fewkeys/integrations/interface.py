@@ -305,7 +305,7 @@ def _own_attention(module: nn.Module) -> operator.Attend:
 
 
 def _keys(module: nn.Module, mask: Tensor | None, shape: tuple[int, int, int], argument: bool | None) -> Keys:
-    """What a call of `shape` (B, Nq, Nk) sees.
+    """The real keys of a call of `shape` (B, Nq, Nk), whether it is causal, and its window.
 
     The mask decides if there is padding or a window, and under "eager". The other implementations drop any other mask
     and follow the argument `is_causal`, or without one the module's flag, even where that is wrong (AIMv2). An argument

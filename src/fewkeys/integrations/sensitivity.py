@@ -57,7 +57,7 @@ class Sensitivity:
         return list(torch.autograd.grad(score, leaves))
 
     def _score(self, result: Any, counts: Tensor) -> Tensor:
-        """The random number s."""
+        """The random number s whose gradients are taken."""
         logits: Tensor | None = result.get("logits")
         if logits is not None:
             log_p = logits[counts].float().log_softmax(-1)

@@ -54,7 +54,7 @@ class HeaviestKeys:
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
 
     def sample(self) -> Sample | None:
-        """None where the first sequence is all padding."""
+        """What the page shows of the first sequence; None where that is all padding."""
         return Sample(self.queries.tolist(), self.keys, self.weights) if all(self.keys) else None
 
 

@@ -128,7 +128,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] |
 
 
 def looks_of(names: Iterable[str]) -> dict[str, Look]:
-    """The styles of lines."""
+    """The style of each line, by name."""
     return {
         name: LOOKS.get(name.partition(":")[0], Look(OTHERS[order % len(OTHERS)])) for order, name in enumerate(names)
     }

@@ -51,7 +51,7 @@ class BlockMeans(CountedRest):
         return self.of_totals(inputs, _sums(inputs.key, inputs.value), reals)
 
     def of_totals(self, inputs: Inputs, totals: Tensor, reals: Tensor | None) -> RangeStandIns:
-        """From the first two fields of `RangeStandIns`."""
+        """The stand-ins with these first two fields of `RangeStandIns`."""
         x = inputs
         if x.is_causal:
             last = (x.offset + x.queries - 1) // BLOCK

@@ -123,7 +123,7 @@ def half_variance(inputs: Inputs, covariance: Tensor) -> Tensor:
 
 @statistic
 def frame(inputs: Inputs) -> Frame:
-    """Cost O(n (D + Dv))."""
+    """The metric of the queries on the keys, and the units of the values. Cost O(n (D + Dv))."""
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs):
         with suppress(IndefiniteError):  # torch mends the matrix

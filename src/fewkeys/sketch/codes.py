@@ -96,7 +96,7 @@ class Frame:
 
     @staticmethod
     def of(key: Tensor, valid: Tensor | None = None) -> Frame:
-        """Of keys (B, Hkv, N, D), those `valid` (B, N)."""
+        """The frame of keys (B, Hkv, N, D), those `valid` (B, N)."""
         first = working(key[:, :, :BLOCK].detach())
         real = torch.ones_like(first[..., :1]) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
         count = real.sum(2, keepdim=True).clamp_min(1)

@@ -33,7 +33,7 @@ class Split(NamedTuple):
 STEP = Split(1 / 16, 1 / 8, 1 / 16)
 """The change of a share between a candidate and its neighbours."""
 STEP_SLOTS = 1 / 8
-"""The same of the slots, relative."""
+"""The relative change of the slots."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ CACHED_SCORES = 2**20
 
 
 def unsupported(problem: Problem) -> None:
-    """None: torch's operations answer every plan."""
+    """No reason: operations of torch answer every plan."""
 
 
 def attend(problem: Problem) -> Tensor:

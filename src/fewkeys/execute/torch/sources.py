@@ -188,7 +188,7 @@ class Band(Kept):
         return (chunk.by_block(weights) @ working(self._stretch(self.value, chunk)).mT).flatten(1, 2)
 
     def place(self, chunk: Chunk) -> Tensor:
-        """The same as of `Lists`, (1, blocks, width)."""
+        """The key of every column, (1, blocks, width); any key where the column is hidden."""
         return self._places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:

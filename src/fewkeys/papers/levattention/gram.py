@@ -101,7 +101,7 @@ class Basis:
 
 
 def basis(form: Normaliser) -> Basis:
-    """For a normaliser of degree 1."""
+    """The basis of a normaliser of degree 1."""
     size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
     ridge = SLACK * form.gamma / TRUST
     factor = torch.linalg.cholesky(form.matrix / size / size.mT + torch.diag(ridge + (form.size == 0).double()))

@@ -114,7 +114,7 @@ def heavy_entries(
 
 
 def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
-    """None where they would cost more than all scores."""
+    """The parts by exact numerators; None where these would cost more than all scores."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
     if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:

@@ -153,5 +153,5 @@ def _overlap(query: Tensor, key: Tensor) -> bool:
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Ids (..., M), -1 in place of repetitions."""
+    """The ids (..., M), with -1 in place of repetitions."""
     return ids.masked_fill((ids.unsqueeze(-1) == ids.unsqueeze(-2)).tril(-1).any(-1), -1)
