@@ -143,7 +143,7 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The lines of exact attention, of preparing and of attending; None if they cannot be measured."""
+    """The lines of exact attention, of preparing and of attending; None where the folder for them cannot be written."""
     numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
