@@ -36,7 +36,6 @@ CHECKED = {
     "budget(64, is_causal=True)": fk.budget(64, is_causal=True),
     'budget(64, is_causal=True, memory="constant")': fk.budget(64, is_causal=True, memory="constant"),
     "leverage, window, first-order means": fk.Plan(fk.select.Leverage(16) | fk.Window(9), fk.ClusterMeans(8, rank=3)),
-    "norms, moments": fk.Plan(fk.select.KeyNorm(16), fk.rest.Moments()),
     "top-k, entmax": fk.Plan(fk.TopK(16), weights=fk.weights.Entmax(1.5)),
 }
 

@@ -31,14 +31,17 @@ from time import perf_counter
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that holds `experiments`
+
+from experiments.levattention.projections import PROJECTIONS
+from experiments.levattention.sketched import Sketched, sketch_rows, sketched_entries
+
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
 from fewkeys.papers import levattention
-from fewkeys.papers.levattention import Sketched, heavy_entries
+from fewkeys.papers.levattention import heavy_entries
 from fewkeys.papers.levattention.gram import exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.papers.levattention.projections import PROJECTIONS
-from fewkeys.papers.levattention.sketched import sketch_rows
 from fewkeys.sketch.tensor_power import width
 
 DIM, QUERIES, PLANTED, EPS = 64, 4096, 32, 0.05
@@ -179,7 +182,12 @@ def slope(rows, name):
 
 def options_beside_exact(query, key, power, options, count):
     """Time, size and errors of every option of `Sketched`; the first, None, is the exact answer."""
-    works = {name: partial(heavy_entries, query, key, EPS, power, sketch=sketch) for name, sketch in options.items()}
+    works = {
+        name: partial(sketched_entries, query, key, EPS, power, sketch=sketch)
+        if sketch
+        else partial(heavy_entries, query, key, EPS, power)
+        for name, sketch in options.items()
+    }
     seconds, results = turns(works, count)
     total, columns, exact = key.shape[2], width(key.shape[3], int(power) // 2), table(results["exact"])
     rows = []

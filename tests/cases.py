@@ -110,7 +110,6 @@ REST_CASES = {
     "drop": Case(fk.Drop()),
     "means": Case(fk.ClusterMeans(8)),
     "first-order means": Case(fk.ClusterMeans(8, rank=3)),
-    "moments": Case(fk.rest.Moments()),
     "sample": Case(fk.rest.UniformSample(6), draws=True),
 }
 KEEPS = {name: case.part for name, case in KEEP_CASES.items()}
@@ -192,7 +191,6 @@ SOME_PLANS = {
         "outliers + window, first-order means, softmax",
         "top-k + window + sinks, means, elu",
         "leverage + window, means, power",
-        "leverage + window, moments, softmax",
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
         "key scan, block means",

@@ -141,6 +141,7 @@ MEANS = {
     ),
     "lists of cohorts": fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.weights.Power(2.0)),
     "scan": fk.Plan(fk.KeyScan(9), fk.BlockMeans(2)),
+    "scan + window": fk.Plan(fk.KeyScan(9) | fk.Window(11)),
 }
 CAUSAL = {
     "scan": fk.Plan(fk.KeyScan(9), fk.BlockMeans(3)),
@@ -351,10 +352,12 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=cohorts))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
-    raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.Moments()))
+    raises(
+        ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.UniformSample(3))
+    )
     # Its statistics would be those of a shard alone.
-    of_shard = "rest: expected Drop() or ClusterMeans, got Moments()"
-    raises(ValueError, of_shard, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2), rest=fk.rest.Moments()))
+    of_shard = "rest: expected Drop() or ClusterMeans, got UniformSample"
+    raises(ValueError, of_shard, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2), rest=fk.rest.UniformSample(3)))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=NORM))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))

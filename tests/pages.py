@@ -12,7 +12,11 @@ from fewkeys.judge.result import Sample, WholeTime
 TOP, WINDOW, BUDGET = "top-k per query (oracle)", "window", "fewkeys budget"
 PLANS = {
     8: {TOP: fk.Plan(fk.TopK(8)), WINDOW: fk.Plan(fk.Window(8)), BUDGET: fk.budget(8)},
-    16: {WINDOW: fk.Plan(fk.Window(16)), BUDGET: fk.budget(16), "moments": fk.Plan(fk.Window(8), fk.rest.Moments())},
+    16: {
+        WINDOW: fk.Plan(fk.Window(16)),
+        BUDGET: fk.budget(16),
+        "first order": fk.Plan(fk.Window(8), fk.ClusterMeans(4, rank=2)),
+    },
     None: {"exact": fk.Plan(), "</script><b>mine</b>": fk.Plan(fk.Window(3), fk.rest.UniformSample(4))},
 }
 TIMES = {(8, 16): 2.0, (8, 64): 4.0, (8, 256): 8.0, (16, 16): 3.0, (16, 64): 6.0, (16, 256): 12.0}

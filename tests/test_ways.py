@@ -39,7 +39,6 @@ LEFT_TO_TORCH = {
     sparsefinder.BlockClusters: GROUPS,
     fk.select.RecentBlocks: BLOCKS,
     fk.rest.RunningMeans: BLOCKS,
-    fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""
 

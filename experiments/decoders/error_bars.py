@@ -1,4 +1,4 @@
-"""How often the bars of `fewkeys.metrics.error_bars` hold, on the heads of a decoder and on keys made to break them.
+"""How often the bars of bars.py hold, on the heads of a decoder and on keys made to break them.
 
     python experiments/decoders/error_bars.py --model FOLDER [--gguf FILE] --text FILE
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
 
+from experiments.decoders.bars import error_bars
 from experiments.decoders.decoder import load, options as decoder_options, read_text
 from experiments.decoders.hard_keys import HARD
 from experiments.decoders.likelihood import Stretch
@@ -94,7 +95,7 @@ class Measured:
                 for error in ERRORS:
                     for repeat in range(self.repeats):
                         generator = torch.Generator().manual_seed(repeat + self.repeats * (start + 10**5 * layer))
-                        bars = fk.metrics.error_bars(
+                        bars = error_bars(
                             query, *rows, plan, error=error, query_offset=start, generator=generator, **options
                         )
                         off = relative_error(bars.output, truth)

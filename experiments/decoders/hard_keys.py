@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from experiments.decoders.bars import error_bars
 from torch import Tensor
 
 import fewkeys as fk
@@ -36,7 +37,7 @@ class Hard:
         for seed in range(trials):
             generator = torch.Generator().manual_seed(seed)
             tensors = (self.query, self.key, self.value, self.plan)
-            bars = fk.metrics.error_bars(*tensors, scale=1.0, generator=generator, **options)
+            bars = error_bars(*tensors, scale=1.0, generator=generator, **options)
             below = bool(relative_error(bars.output, exact) > bars.error + 1e-5)
             missed, reached = missed + below, reached + bool(bars.reached)
             both += below and bool(bars.reached)

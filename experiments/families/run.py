@@ -74,8 +74,8 @@ Notes:
   parts for text are tried first.
 - "windows": all layers have windows of their own and keep them. In models with some such layers, these keep their
   windows too.
-- Models that cap their scores (Gemma 2) run `budget(slots, is_causal=True)`, but not `fewkeys.cache`. `Moments`, and
-  `ClusterMeans` with cohorts or a first-order term, are defined for softmax only.
+- Models that cap their scores (Gemma 2) run `budget(slots, is_causal=True)`, but not `fewkeys.cache`. `ClusterMeans`
+  with cohorts or a first-order term are defined for softmax only.
 - Plans for models with position biases (T5, MPNet) must consist of windows and lists, with `ClusterMeans` or nothing
   for the other keys, as `budget(slots)` does ([details](transformers.md#position-biases)).
 - Models with ALiBi (BLOOM, MPT, Falcon) do not use the interface and are refused, as are GPT-J and GPT-Neo.

@@ -61,7 +61,7 @@ def attention(
         impl: the code for statistics and attention; refused with the reason where it cannot run.
             "reference": dense, the definition. "torch": operations of torch, without an n x n tensor. "native":
             C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16, with gradients, over all but
-            extra edges, `Moments`, lists of single queries or blocks, rules beside a `KeyScan`, and `distance_bias`.
+            extra edges, lists of single queries or blocks, rules beside a `KeyScan`, and `distance_bias`.
             "auto": "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key. For plans with `exact_if_faster` (those of `budget`), "auto" also does so where exact attention is
             faster, by a model of this machine: its measurements are kept for 30 days, or an hour if other work

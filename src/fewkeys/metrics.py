@@ -9,7 +9,6 @@ from fewkeys.core.metrics import (
     sparsity as sparsity,
 )
 from fewkeys.core.rooms import public_names
-from fewkeys.judge.error_bars import ErrorBars as ErrorBars, error_bars as error_bars
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Attention inside `torch.compile`: the graph ends before it and goes on after it. Imports torch's compiler."""
+"""Attention inside `torch.compile`: the graph ends before it and goes on after it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -326,27 +326,6 @@ PROMISES = (
         (Law("kernels/test_native_building", "compile_once"),),
     ),
     Breakage(
-        "error bars: keys that no draw has met add nothing",
-        "judge/error_bars.py",
-        " - math.log(miss) / count * bound",
-        "",
-        (Law("judging/test_error_bars", "bars_hold"), Law("judging/test_error_bars", "covered_exactly")),
-    ),
-    Breakage(
-        "error bars: codes have a rotation that is known beforehand",
-        "sketch/random_codes.py",
-        "(turn * triangle.diagonal().sign())",
-        "torch.eye(dim, dtype=torch.float64)",
-        (Law("judging/test_error_bars", "bars_hold and hides"), Law("judging/test_error_bars", "size_that_is_said")),
-    ),
-    Breakage(
-        "error bars: chances of draws do not sum to one",
-        "judge/error_bars.py",
-        "log.gather(-1, place) - log_sum.unsqueeze(-1)",
-        "log.gather(-1, place) - log_sum.unsqueeze(-1) + 0.3",
-        (Law("judging/test_error_bars", "bars_hold and half"), Law("judging/test_error_bars", "no_bias")),
-    ),
-    Breakage(
         "past: keys of the next step are absorbed",
         "past/scan.py",
         "index[:, :, block, :count]",

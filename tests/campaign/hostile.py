@@ -196,7 +196,7 @@ class Libraries:
 def reports(seed):
     """`fewkeys report` of a results file with missing or changed values shows them or refuses them in one line."""
     draw = random.Random(seed)
-    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"]).to_dict()
+    data = report(skipped=[Skipped("window", 16, "because")]).with_settings(text=["a.txt"]).to_dict()
     for _ in range(draw.randint(1, 4)):
         *way, last = draw.choice(places(data)[1:])
         inner = functools.reduce(operator.getitem, way, data)

@@ -45,7 +45,7 @@ def streams(seed):
     stream = fk.stream(plan)
     query, key, value = (torch.zeros(batch, heads, 0, dim, dtype=torch.float64) for heads in (4, 2, 2))
     for _ in range(draw.randint(2, 8)):
-        action = draw.choice(["append", "append", "attend", "crop", "select", "save", "copy", "merge"])
+        action = draw.choice(["append", "append", "attend", "crop", "select", "save", "copy"])
         if action in ("append", "attend"):
             count = draw.choice([1, 1, 7, 32, 90])
             new = [torch.randn(batch, heads, count, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -68,18 +68,6 @@ def streams(seed):
             query, key, value = (x[index] for x in (query, key, value))
         elif action == "copy":
             stream = copy.deepcopy(stream)
-        elif action == "merge" and key.shape[2]:
-            # Where nothing is summarised the merged stream is the whole one, or the merge is refused.
-            other = fk.stream(plan)
-            new = [torch.randn(batch, heads, 20, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
-            other.append(new[1], new[2])
-            if not isinstance(plan.rest, fk.Drop):
-                continue
-            try:
-                stream.merge(other)
-            except ValueError:
-                continue
-            query, key, value = (torch.cat(pair, 2) for pair in zip((query, key, value), new, strict=True))
         elif action == "save":
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream")

@@ -115,7 +115,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     assert {row.budget for row in report.rows if row.name == "fewkeys budget"} == {4, 8}
     assert report.row("exact").cosine == pytest.approx(1.0, abs=1e-5)
     assert report.row("random keys", 4).token_cosine < 1.0
-    assert ("left out: moments at 4, 8 slots" in shown) == (kind == "decoder")
+    assert ("left out: best shared columns (oracle) at 8 slots" in shown) == (kind == "decoder")
     assert left(tmp_path) == ["a", "words.txt"]  # nothing temporary is left
 
 

@@ -53,7 +53,7 @@ def report(rows=None, skipped=()):
         row("top-k per query (oracle)", 16, "oracle", error=0.2),
         row("window", 16, error=0.5),
         row("fewkeys budget", 16, error=0.1),
-        row("moments", 16, slots=33.0, error=0.05),
+        row("leverage (centred)", 16, slots=33.0, error=0.05),
     ]
     budgets = sorted({r.budget for r in rows if r.budget is not None})
     return Report(
@@ -83,7 +83,7 @@ def shown(report, width=160):
 
 def test_a_report_comes_back_from_disk_as_it_was(tmp_path):
     sample = Sample([3], [[[[1, 2]] * 2] * 2], [[[[0.5, 0.25]] * 2] * 2], ["a", "b"])
-    result = replace(report(skipped=[Skipped("moments", None, "because")]), sample=sample)
+    result = replace(report(skipped=[Skipped("sinks + window", None, "because")]), sample=sample)
     result.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == result
     assert Report.from_dict(result.to_dict()) == result
@@ -159,7 +159,7 @@ def test_the_front_has_the_rows_that_no_other_beats():
 
 def test_the_best_method_keeps_to_its_budget():
     result = report()
-    assert result.best(16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
+    assert result.best(16).name == "fewkeys budget"  # centred leverage has less error but pays 33 slots
     assert result.oracle(16).name == "top-k per query (oracle)"
     assert result.best(32) is None
     assert result.oracle(32) is None
@@ -171,7 +171,7 @@ def test_the_table_shows_every_row_number_and_reason():
     )
     for name in ["exact", "top-k per query (oracle)", "window", "fewkeys budget *", "tiny-model"]:
         assert name in text
-    assert "moments *" not in text  # less error, for twice the slots
+    assert "leverage (centred) *" not in text  # less error, for twice the slots
     assert "ms: attention of 2 heads over 3 × 64 tokens." in " ".join(text.split())
     line = next(line for line in text.splitlines() if "window" in line)
     assert line.split() == [
@@ -376,7 +376,7 @@ def places(data, path=()):
 @st.composite
 def malformed(draw):
     """A results file in which one to three values are gone, or are others; its checksum may be that of before."""
-    data = seal(report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"]).to_dict())
+    data = seal(report(skipped=[Skipped("sinks + window", 16, "because")]).with_settings(text=["a.txt"]).to_dict())
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places(data)[1:]))
         *way, last = place

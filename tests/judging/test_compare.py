@@ -31,7 +31,7 @@ def capture():
 
 @pytest.fixture(scope="module")
 def report(capture):
-    return compare(capture, {8: standard_plans(8, head_dim=8), 16: standard_plans(16, head_dim=8)})
+    return compare(capture, {8: standard_plans(8), 16: standard_plans(16)})
 
 
 def test_exact_attention_has_no_error_and_is_judged_once(report):
@@ -50,7 +50,7 @@ def test_one_plan_is_compared_as_a_list_of_one(capture):
 
 def test_every_standard_row_is_there_at_every_budget(report):
     names = set(standard_plans(8)) - {"exact"}
-    assert len(names) == 11
+    assert len(names) == 10
     assert {(row.name, row.budget) for row in report.rows} == {(n, b) for n in names for b in (8, 16)} | {
         ("exact", None)
     }
@@ -105,8 +105,8 @@ def test_no_choice_of_as_many_keys_holds_more_mass_than_top_k(report):
         for row in report.rows:
             if row.kind == "exact" or row.budget != budget or row.name == bound.name:
                 continue
-            if row.name in ("moments", "fewkeys budget"):
-                continue  # their kept keys are bounded by other numbers than `slots`
+            if row.name == "fewkeys budget":
+                continue  # its kept keys are bounded by another number than `slots`
             assert row.slots <= bound.slots + 1e-9
             for mine, best in zip(row.per_head["mass"], bound.per_head["mass"], strict=True):
                 assert all(a <= b + 1e-6 for a, b in zip(mine, best, strict=True)), row.name
@@ -119,20 +119,15 @@ def test_best_shared_columns_hold_more_mass_than_other_shared_columns(report):
 
 
 def test_stand_ins_are_paid_for(capture, report):
-    plan = fk.Plan.from_dict(report.row("moments", 16).config)
-    assert plan == fk.Plan(fk.Window(7), fk.rest.Moments())  # 9 for the Gaussian, the rest of 16 for a window
-    window = compare(capture, [fk.Plan(plan.keep)]).rows[0]
-    assert report.row("moments", 16).slots == pytest.approx(window.slots + 9)
-    assert report.row("moments", 8).slots == pytest.approx(
-        fk.rest.Moments().slots(8, 8) + 1
-    )  # and shows that 8 is too few
+    window, means = compare(capture, [fk.Plan(fk.Window(7)), fk.Plan(fk.Window(7), fk.ClusterMeans(5, rank=2))]).rows
+    assert means.slots == pytest.approx(window.slots + fk.ClusterMeans(5, rank=2).slots(8, 8))
     assert report.row("fewkeys budget", 16).slots <= 16.0
 
 
 def test_keeping_every_key_is_exact(capture):
     actual = compare(capture, {64: standard_plans(64)})
     for row in actual.rows:
-        if row.name not in ("moments", "fewkeys budget", "leverage + window", "sinks + window", "window"):
+        if row.name not in ("fewkeys budget", "leverage + window", "sinks + window", "window"):
             assert row.error < 1e-5, row.name
             assert row.mass == pytest.approx(1.0, abs=1e-6)
             assert row.slots == 40.0
@@ -140,7 +135,7 @@ def test_keeping_every_key_is_exact(capture):
 
 def test_padding_is_as_if_it_were_not_there():
     padded = captured(layers=1, batches=1, size=2, lengths=[40, 23])
-    plans = {name: plan for name, plan in standard_plans(8, head_dim=8).items() if name != "random keys"}
+    plans = {name: plan for name, plan in standard_plans(8).items() if name != "random keys"}
     call = next(padded.calls(0))
     writer = CaptureWriter(None, "random")
     for sequence, length in enumerate((40, 23)):
@@ -210,13 +205,13 @@ def test_the_same_seed_gives_the_same_numbers(capture):
 def test_plans_run_by_the_executor_asked_for():
     """And always, never exact attention in their place; those that it does not know are left out, with the reason."""
     capture = captured(layers=1, batches=1, size=1, heads=2, kv_heads=1, length=18)
-    plans = {"budget": fk.budget(8), "moments": fk.Plan(fk.Window(3), fk.rest.Moments())}
+    plans = {"budget": fk.budget(8), "power": fk.Plan(fk.Window(3), weights=fk.weights.Power(2.0))}
     slow, fast = (compare(capture, plans, impl=impl) for impl in ("reference", "torch"))
     assert (slow.settings["impl"], fast.settings["impl"]) == ("reference", "torch")
     assert slow.row("budget").error == pytest.approx(fast.row("budget").error, rel=1e-3)
     assert slow.row("budget").error > 0.01
     compiled = compare(capture, plans | {"exact": fk.Plan()}, impl="native")
-    (reason,) = [row.reason for row in compiled.skipped if row.name == "moments"]
+    (reason,) = [row.reason for row in compiled.skipped if row.name == "power"]
     assert reason.startswith("impl='native': expected")
 
 
@@ -257,9 +252,9 @@ def test_recall_counts_entries_at_or_above_eps(capture):
 
 
 def test_causal_models_leave_out_what_cannot_be_causal():
-    actual = compare(captured(causal=True), {8: standard_plans(8, is_causal=True, head_dim=8)})
+    actual = compare(captured(causal=True), {8: standard_plans(8, is_causal=True)})
     left_out = {item.name: item.reason for item in actual.skipped}
-    assert {"moments", "best shared columns (oracle)"} <= set(left_out)
+    assert set(left_out) == {"best shared columns (oracle)"}
     assert all("causal" in reason for reason in left_out.values())
     assert {"exact", "top-k per query (oracle)", "window", "fewkeys budget"} <= {row.name for row in actual.rows}
     assert actual.row("exact").slots == 20.5
@@ -346,7 +341,7 @@ def test_bad_arguments_are_refused(capture, arguments, error, match):
 
 def test_when_every_plan_refuses_that_is_an_error():
     with pytest.raises(ValueError, match=r"only refusals.*causal"):
-        compare(captured(causal=True), {"moments": fk.Plan(fk.Window(3), fk.rest.Moments())})
+        compare(captured(causal=True), {"means": fk.Plan(fk.Window(3), fk.ClusterMeans(4))})
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True, "8"])
@@ -369,14 +364,13 @@ def test_standard_plans_are_what_their_names_say():
         "leverage (LevAttention)": fk.select.Leverage(16),
         "leverage (centred)": fk.select.Leverage(16, centre=True),
         "leverage + window": fk.select.Leverage(8) | fk.Window(8),
-        "moments": fk.Window(1),
     }
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 17])
 def test_standard_plans_exist_for_every_count(slots):
     for causal in (False, True):
-        assert len(standard_plans(slots, is_causal=causal)) == 12
+        assert len(standard_plans(slots, is_causal=causal)) == 11
 
 
 @pytest.mark.parametrize("causal", [False, True])

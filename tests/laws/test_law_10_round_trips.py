@@ -26,7 +26,6 @@ selectors = st.one_of(
 )
 rests = st.one_of(
     st.just(fk.Drop()),
-    st.just(fk.rest.Moments()),
     st.builds(fk.ClusterMeans, counts, st.integers(0, 16)),
     st.builds(fk.rest.UniformSample, counts),
 )

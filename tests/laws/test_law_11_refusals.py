@@ -101,20 +101,20 @@ def test_bad_input_is_named(message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.UniformSample(4)], ids=str)
 def test_entmax_refuses_stand_ins_and_says_why(rest):
     with pytest.raises(ValueError, match=r"^rest: .* needs weights that are f\(score\) over a sum.*threshold"):
         fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, weights=fk.weights.Entmax(1.5))
 
 
 @pytest.mark.parametrize("weights", [fk.weights.Power(2.0), fk.weights.Elu(), fk.weights.Relu(1.0)], ids=str)
-@pytest.mark.parametrize("rest", [fk.rest.Moments(), fk.ClusterMeans(4, rank=2)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4, rank=2)], ids=str)
 def test_terms_derived_for_softmax_refuse_other_kernels(rest, weights):
     with pytest.raises(ValueError, match=r"^rest: .*Softmax"):
         fk.Plan(fk.Window(5), rest, weights)
 
 
-@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.UniformSample(4)], ids=str)
 @pytest.mark.parametrize("keep", [fk.KeyScan(5), fk.KeyScan(5) | fk.Window(3)], ids=str)
 def test_rests_of_lists_refuse_scans(keep, rest):
     """Each query keeps other keys of every cluster: to count them would take quadratic time."""
@@ -122,7 +122,7 @@ def test_rests_of_lists_refuse_scans(keep, rest):
         fk.Plan(keep, rest)
 
 
-@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.UniformSample(4)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_rests_that_see_the_future_refuse_causality(rest, impl):
     with pytest.raises(ValueError, match=r"^is_causal: .* summarises the future"):

@@ -39,7 +39,6 @@ BESIDE = {
 RESTS = {
     "means": fk.ClusterMeans(3),
     "first-order means": fk.ClusterMeans(3, rank=2),
-    "moments": fk.rest.Moments(),
     "sample": fk.rest.UniformSample(4),
 }
 
@@ -386,7 +385,7 @@ def test_a_stand_in_for_nobody_decides_nothing():
     """Its score may exceed all others by hundreds: as the row's largest it would leave them no weight."""
     (q, k, v), groups, _ = PLAIN.draw(torch.float32)
     everything = Held(sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
-    actual = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
+    actual = fk.attention(30 * q, k, v, keep=everything, rest=fk.ClusterMeans(3), impl="torch")
     torch.testing.assert_close(actual, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
 
 

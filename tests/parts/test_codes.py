@@ -5,7 +5,6 @@ import torch
 
 import fewkeys as fk
 from fewkeys.core.validation import check_inputs
-from fewkeys.select.key_scan import before_block
 from fewkeys.sketch import codes
 from fewkeys.sketch.codes import BLOCK, Frame, best, encode, rotated, rounded
 
@@ -107,11 +106,12 @@ def test_ranges_hold_every_key_before_the_own_block_once(count, keys):
     query, key = drawn(1, 1, keys, 4), drawn(1, 1, keys, 4, seed=1)
     inputs = check_inputs(query, key, key, is_causal=True)
     keep, rest = fk.KeyScan(5), fk.BlockMeans(count)
-    ranges = rest.prepare(inputs, keep.select(inputs), fk.Softmax())
+    graph = keep.select(inputs)
+    ranges = rest.prepare(inputs, graph, fk.Softmax())
     assert ranges.edges.shape == (-(-keys // BLOCK), count + 1)
     assert (ranges.edges.diff(dim=-1) >= 0).all()
     assert (ranges.edges[:, 0] == 0).all()
-    assert torch.equal(ranges.edges[:, -1], before_block(inputs)[::BLOCK])
+    assert torch.equal(ranges.edges[:, -1], graph.scan.seen[::BLOCK])
     for step, edges in enumerate(ranges.edges.tolist()):
         for c in range(count):
             start, stop = edges[c : c + 2]

@@ -116,11 +116,7 @@ WITHOUT_CAPTURE = {
     "stream of fixed size": a_stream(fk.budget(32, is_causal=True, memory="constant")),
     "heads of two plans": heads_of_two_plans,
     "oracle": lambda: value_aware.value_aware((SHORT[0] @ SHORT[1].mT).softmax(-1)[0, :, :4], SHORT[2][0], 5),
-    "heavy entries": lambda: (
-        levattention.heavy_entries(
-            SHORT[0], SHORT[1], 0.05, sketch=levattention.Sketched(numerators=0.9, failure=0.9)
-        ).values
-    ),
+    "heavy entries": lambda: levattention.heavy_entries(SHORT[0], SHORT[1], 0.05).values,
     "recall": lambda: fk.metrics.recall(SHORT[0] > 0, SHORT[1] > 0),
     "lengths in a list": lambda: fk.attention(*SHORT, plan=fk.budget(24).never_exact(), lengths=[70, 9]),
     "spot check": lambda: str(fk.spot_check(*SHORT, plan=fk.budget(24))),

@@ -21,7 +21,6 @@ FEW = {
     "wide window + means": fk.Plan(fk.Window(41), fk.ClusterMeans(5)),
     "outliers + window + first-order means": fk.Plan(fk.Outliers(4, 6) | fk.Window(7), fk.ClusterMeans(6, rank=2)),
     "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
-    "moments": fk.Plan(fk.Window(7), fk.rest.Moments()),
     "a list for every query": fk.Plan(fk.TopK(5)),
     "cohorts, a window and first-order means": fk.Plan(
         fk.Outliers(4, 6, cohorts=8) | fk.Window(7), fk.ClusterMeans(6, rank=2, cohorts=8)

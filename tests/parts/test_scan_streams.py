@@ -92,29 +92,6 @@ def test_heads_of_their_own_give_what_they_give_together(heads):
     torch.testing.assert_close(torch.cat(actual, 2), whole(plan, few_heads), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("leaves", ["model", "int8"])
-@pytest.mark.parametrize("padding", [0.0, 0.1])
-def test_streams_merge(padding, leaves):
-    """A block is coded around the mean of the first one, so the later stream's blocks are coded again."""
-    plan, tokens = PLANS["means"], Tokens.draw(0, padding)
-    one, other, want = (fk.stream(plan, leaves=leaves) for _ in range(3))
-    tokens[:100].feed(one)
-    tokens[100:300].feed(other)
-    one.merge(other)
-    same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
-
-
-def test_a_stream_of_plans_of_heads_merges_with_one_from_a_file(tmp_path):
-    """Whose plans come in a list."""
-    plans, tokens = (PLANS["means"], PLANS["without stand-ins"]), Tokens.draw(0)
-    one, other, want = (Stream(plans) for _ in range(3))
-    tokens[:100].feed(one)
-    tokens[100:300].feed(other)
-    other.save(tmp_path / "stream")
-    one.merge(Stream.load(tmp_path / "stream"))
-    same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
-
-
 FIRST = 100
 
 

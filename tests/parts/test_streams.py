@@ -397,24 +397,7 @@ REFUSED = {
     "no sequences": lambda s, q, k, v: (s.append(k, v), s.select([])),
     "sequences in a table": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([[0]]))),
     "half a sequence": lambda s, q, k, v: (s.append(k, v), s.select(torch.tensor([0.5]))),
-    "another plan": lambda s, q, k, v: (s.append(k, v), s.merge(fk.stream(fk.Plan(fk.Sinks(1) | fk.Window(4))))),
-    "no stream": lambda s, q, k, v: s.merge("x"),
-    "memory that cannot be joined": lambda s, q, k, v: (
-        s.append(k, v),
-        (other := fk.stream(FULL)).append(k, v),
-        s.merge(other),
-    ),
 }
-
-
-def test_a_stream_that_cannot_be_merged_into_an_empty_one_leaves_it_empty():
-    q, k, v = SHAPES[0].draw()
-    stream, other = fk.stream(FULL), fk.stream(FULL)
-    other.append(k, v)
-    with pytest.raises(ValueError, match="cannot be joined"):
-        stream.merge(other)
-    assert stream.batch is None
-    stream.answer(q[:1], k[:1], v[:1])
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)

@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
         from fewkeys.judge.result import WholeTime
         from fewkeys.judge.standard import OURS, standard_plans
 
-        causal, dim, length = captured.is_causal, captured.head_dim, captured.longest
+        causal, length = captured.is_causal, captured.longest
         plans: dict[int | None, Any] = {
-            slots: standard_plans(slots, is_causal=causal, head_dim=dim, length=length) for slots in arguments.slots
+            slots: standard_plans(slots, is_causal=causal, length=length) for slots in arguments.slots
         }
         if taken := user_plans.keys() & plans[arguments.slots[0]].keys():
             raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")

@@ -18,8 +18,6 @@ from fewkeys.cli.progress import progress
 
 WORK = ".tuning"
 """The folder in --out for finished layers, removed at the end."""
-LEFT_OUT = ("sinks + window", "leverage (LevAttention)", "leverage (centred)", "moments")
-"""Standard plans that the table does not show."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +71,9 @@ def run(arguments: argparse.Namespace) -> None:
         with inputs.named_as_options(memory="--memory"):
             plan = tune(captured, **options, directory=work, progress=step)
         paid = max(1, round(plan.record["slots"]))
-        rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
-        shown: dict[str, Any] = {"tuned": plan, **{name: rows[name] for name in rows if name not in LEFT_OUT}}
+        rows: dict[str, Any] = standard_plans(paid, is_causal=captured.is_causal, length=arguments.length)
         options = {"model": model, "batches": held_out, "seed": arguments.seed}
-        report = compare(capture(model, held_out), {paid: shown}, **options, progress=step)
+        report = compare(capture(model, held_out), {paid: {"tuned": plan, **rows}}, **options, progress=step)
     report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
     from fewkeys.report.figure import save_tuned

@@ -20,8 +20,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.work import at_once
 
 T = TypeVar("T")
 

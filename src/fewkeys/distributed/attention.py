@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,14 +16,15 @@ from fewkeys.core.precision import full_precision, working_dtype
 from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.distributed import cohorts, scan
+from fewkeys.distributed import cohorts
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import KeptKeys, select
-from fewkeys.distributed.totals import OverRanks, no_output
+from fewkeys.distributed.totals import OverRanks, gather, no_output
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
+from fewkeys.flow import attend
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.select import Outliers, Selector
@@ -42,7 +44,7 @@ def attention(
     scale: float | None = None,
     group: dist.ProcessGroup | Communicator | None = None,
 ) -> Tensor:
-    """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
+    """`fewkeys.attention` on a sequence whose tokens are split over ranks: this rank's queries.
 
     Every rank scores its own keys and offers its best; all ranks cut the union to the budget; the keys and values that
     are left are gathered; local queries attend to them. A collective: only tensors differ between ranks.
@@ -53,8 +55,8 @@ def attention(
         key: (B, Hkv, N_local, D), as in `leverage_scores`. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone; or `Outliers`, with or without a
-            `Window`; or `KeyScan`, for which bytes sent grow with the number of queries.
-        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; `BlockMeans` beside `KeyScan`.
+            `Window`; or `KeyScan`, for which every rank gathers all keys and values.
+        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; what may stand beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees itself and the tokens before it on all ranks. Needs `KeyScan`.
         group: as in `leverage_scores`.
@@ -77,14 +79,12 @@ def attention(
         TypeError, ValueError, RuntimeError: as `leverage_scores`, and for a selector or rest that does not work over
             ranks.
 
-    Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
+    Source: LevAttention (arXiv 2410.05462), distributed setting.
     """
     comm, call = communicator(group), "attention"
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
-        if plan.scanned:
-            scan.check_scan(plan)
-        elif is_causal:
+        if is_causal and not plan.scanned:
             raise ValueError(
                 f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
                 "fewkeys.budget(slots, is_causal=True)"
@@ -102,9 +102,7 @@ def attention(
         "is_causal": is_causal,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
     }
-    # Gradients of queries are sent by a scan alone.
-    sent = (inputs.key, inputs.value, *((inputs.query,) if plan.scanned else ()))
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent)
+    wants = torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)
     largest = largest_entries(inputs.query, inputs.key, inputs.value)
     facts = agree(comm, call, same, [inputs.keys, inputs.queries, wants, *largest])
     tokens, asked, wanted, *entries = zip(*facts, strict=True)
@@ -112,8 +110,8 @@ def attention(
     first, first_query = sum(tokens[: comm.rank]), sum(asked[: comm.rank])
     inputs = replace(
         inputs,
-        query=_wanting(inputs.query, any(wanted) and plan.scanned > 0),
-        key=_wanting(inputs.key, any(wanted)),
+        # With a gradient if any rank wants one: every rank takes part in the backward pass.
+        key=inputs.key.detach().requires_grad_() if any(wanted) and not inputs.key.requires_grad else inputs.key,
         shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
     )
     if not any(asked):
@@ -122,7 +120,7 @@ def attention(
     is_large = needs_rescaling([*map(max, entries)], inputs.scale, inputs.head_dim, working_dtype(inputs.key.dtype))
     x, restore = rescaled(replace(inputs, needs_rescaling=True)) if is_large else (inputs, lambda output: output)
     if rule is None:
-        output = scan.attend(x, plan, asked, comm)
+        output = _by_scan(x, plan, tokens, comm)
     elif isinstance(rule, Outliers):
         output = cohorts.attend(x, plan, rule, tokens, comm)
     else:
@@ -130,6 +128,17 @@ def attention(
             kept = select(rule, x, comm)
         output = _attend(x, kept, plan.weights, comm)
     return restore(output)
+
+
+def _by_scan(inputs: Inputs, plan: Plan, tokens: Sequence[int], comm: Communicator) -> Tensor:
+    """The output of this rank's queries, which choose among the gathered keys of all ranks."""
+    gathered = gather(torch.cat([inputs.key, inputs.value], -1), max(tokens), comm)
+    rows = torch.cat([part[:, :, :count] for part, count in zip(gathered, tokens, strict=True)], 2)
+    if not inputs.queries:
+        return no_output(inputs, [rows])
+    key, value = rows.to(inputs.key.dtype).split([inputs.head_dim, inputs.value_dim], -1)
+    offset = inputs.whole.first_query
+    return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, offset), plan)
 
 
 def _rule(plan: Plan) -> Sharded:
@@ -156,11 +165,6 @@ def _check(
     comm.check_device("key", inputs.key)
     # The tensors themselves, which may be empty, so that gradients flow; kernels do not read lazily negated signs.
     return replace(inputs, query=query.resolve_neg(), key=key.resolve_neg(), value=value.resolve_neg())
-
-
-def _wanting(rows: Tensor, wanted: bool) -> Tensor:
-    """Rows with gradients if any rank wants some: every rank takes part in the backward pass."""
-    return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
 
 
 def _attend(inputs: Inputs, kept: KeptKeys, weights: Weights, comm: Communicator) -> Tensor:

@@ -54,12 +54,10 @@ def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
     """The `count` keys of largest score (B, Hkv, N_local) of all ranks."""
     local = score.topk(min(count, score.shape[-1]), -1).indices.sort(-1).values
     gathered = comm.all_gather_rows(score.gather(-1, local).movedim(-1, 0))
-    parts = marked_largest(torch.cat(gathered).movedim(0, -1), count).split([len(part) for part in gathered], -1)
+    offered = torch.cat(gathered).movedim(0, -1)
+    # Stable: of equal scores all ranks keep the first.
+    largest = offered.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    marked = torch.zeros_like(offered, dtype=torch.bool).scatter_(-1, largest, True)
+    parts = marked.split([len(part) for part in gathered], -1)
     order = marked_places(parts[comm.rank])
     return KeptKeys(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
-
-
-def marked_largest(score: Tensor, count: int) -> Tensor:
-    """Marks the `count` largest scores of every row; of equal ones the first, so that all ranks choose alike."""
-    best = score.argsort(dim=-1, descending=True, stable=True)[..., :count]
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)

@@ -91,8 +91,6 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
     scores = _times(rows.query, of_rows(s.key).mT)
     if s.bias is not None:
         scores = scores + of_rows(s.bias)
-    if s.curvature is not None:
-        scores = scores + 0.5 * (_times(rows.query, of_rows(s.curvature)) * rows.query).sum(-1, keepdim=True)
     if x.bias is not None and rows.bias is not None:
         largest = x.bias.largest[:, None, None]
         unkept, scores = unkept * (rows.bias - largest).exp(), scores + largest
@@ -103,12 +101,12 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
     if x.bias is not None:
         scores, multiplicity = scores + logarithm(multiplicity), (multiplicity > 0).to(scores.dtype)
     value = of_rows(s.value)
-    if s.left is None or s.factor is None:
+    if (terms := s.first_order) is None:
         return scores, multiplicity, value, None
-    right, bounds = (None if part is None else of_rows(part) for part in (s.right, s.bounds))
+    left, right, bounds, factor = map(of_rows, terms)
     dim = 2 if cohort is None else 3  # all rows of a head are one product, or each row is one
-    shift = value_shift(rows.query.unsqueeze(dim), of_rows(s.left), right, bounds).squeeze(dim)
-    return scores, multiplicity, torch.cat([value, of_rows(s.factor).unsqueeze(-1)], -1), shift
+    shift = value_shift(rows.query.unsqueeze(dim), left, right, bounds).squeeze(dim)
+    return scores, multiplicity, torch.cat([value, factor.unsqueeze(-1)], -1), shift
 
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
 from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.weights import Weights
+from fewkeys.core.work import at_once
 
 GROUP = 8
 """Neighbouring strata that share an estimate of the variance."""

@@ -2,7 +2,6 @@
 
 from fewkeys.core.validation import check_count
 from fewkeys.plan import Plan, budget
-from fewkeys.rest import Moments
 from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window
 
 OURS = "fewkeys budget"
@@ -13,19 +12,15 @@ SINKS = 4
 """First keys of "sinks + window", as many as streaming attention keeps (arXiv 2309.17453)."""
 
 
-def standard_plans(
-    slots: int, *, is_causal: bool = False, head_dim: int | None = None, length: int | None = None
-) -> dict[str, Plan]:
+def standard_plans(slots: int, *, is_causal: bool = False, length: int | None = None) -> dict[str, Plan]:
     """Every standard row at `slots` >= 1 slots per query, by its name in tables and figures.
 
     Oracles compute all scores and are bounds only: the top keys of each query, and the keys with the largest total
     weight, the same for all queries of a head. "leverage (LevAttention)" (arXiv 2410.05462) and "leverage + window" are
-    of raw keys. "moments" is a Gaussian stand-in for all dropped keys, whose price depends on `head_dim`, and a window
-    of the other slots. "fewkeys budget" is exact attention if `slots` pay for all keys of `length`.
+    of raw keys. "fewkeys budget" is exact attention if `slots` pay for all keys of `length`.
     """
     check_count("slots", slots)
     sinks, half = min(SINKS, slots), slots // 2
-    spare = 0 if head_dim is None else int(slots - Moments().slots(head_dim, head_dim))
     keeps = {
         "exact": None,
         "top-k per query (oracle)": TopK(slots),
@@ -39,6 +34,5 @@ def standard_plans(
         "leverage + window": Leverage(half) | Window(slots - half) if half else Window(slots),
     }
     return {name: Plan(keep) for name, keep in keeps.items()} | {
-        "moments": Plan(Window(max(1, spare)), Moments()),
         OURS: budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }

@@ -150,12 +150,6 @@ class Coded(Fields):
             buffer.count = min(buffer.count, count // BLOCK + (buffer is self.sums))
         return replace(self, step=None)  # its block may come again with other codes
 
-    def merge(self, other: Coded) -> Coded:
-        memory = replace(self, is_large=self.is_large or other.is_large)
-        memory = memory._converted() if other.later is None else memory
-        memory.rows.join(other.rows)
-        return memory
-
     def facts(self) -> dict[str, Any]:
         return {"dtype": str(self.rows.dtype)}
 

@@ -50,7 +50,10 @@ class Group:
     def padded(self, real: Tensor, first: int) -> Group:
         """The group with the padding of further tokens, `real` (B, N), from place `first` on."""
         edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
-        return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
+        before, after = self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))
+        if before and after and before[-1][1] == after[0][0]:  # one gap
+            before, after = before[:-1], ((before[-1][0], after[0][1]), *after[1:])
+        return replace(self, gaps=before + after)
 
     def crop(self, length: int) -> Group:
         """The group without the tokens from place `length` on."""
@@ -62,31 +65,10 @@ class Group:
         at = (index[:, None] == self.rows).nonzero()
         return replace(self, rows=at[:, 0], memory=self.memory.select(at[:, 1])) if len(at) else None
 
-    def merge(self, other: Group, length: int) -> Group | None:
-        """The sequences that both have, with the tokens of `other` after the `length` tokens here."""
-        index, others = (self.rows[:, None] == other.rows).nonzero().unbind(1)
-        if not len(index):
-            return None
-        memory, further = self.memory.select(index), other.memory.select(others)
-        if not (isinstance(memory, Coded) and isinstance(further, Coded)):
-            raise ValueError(
-                f"other: expected streams of a KeyScan, which hold every key, got {memory.rules.plan}, whose memory of "
-                "a fixed size cannot be joined; append the tokens themselves"
-            )
-        gaps = tuple((start + length, stop + length) for start, stop in other.gaps)
-        return replace(self, rows=self.rows[index], gaps=joined(self.gaps, gaps), memory=memory.merge(further))
-
 
 def real_tokens(gaps: Gaps, length: int) -> int:
     """The number of real tokens among the first `length`."""
     return length - sum(min(stop, length) - start for start, stop in gaps if start < length)
-
-
-def joined(before: Gaps, after: Gaps) -> Gaps:
-    """All gaps; those that touch are one."""
-    if before and after and before[-1][1] == after[0][0]:
-        return (*before[:-1], (before[-1][0], after[0][1]), *after[1:])
-    return before + after
 
 
 def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:

@@ -191,30 +191,6 @@ class Stream:
                     f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
                 )
 
-    @full_precision()
-    @torch.no_grad()
-    def merge(self, other: Stream) -> None:
-        """Append the tokens of `other`, whose queries were answered without those of this stream.
-
-        `ValueError` for memory of a fixed size, another plan or other shapes.
-        """
-        if not isinstance(other, Stream):
-            raise TypeError(f"other: expected a Stream of the same plan, got {type(other).__name__}")
-        self._flush_pending()
-        other._flush_pending()
-        if self._plans != other._plans:
-            raise ValueError(f"other: expected a stream of the plan {self.plan}, got one of {other.plan}")
-        if other._kind is None:
-            return
-        if self._kind not in (None, other._kind):
-            raise ValueError(f"other: expected tokens like {self._kind}, got {other._kind}")
-        with self._undone_by_errors():
-            if not self._groups:
-                self._begin(other._kind)
-            pairs = [(a, b) for a in self._groups for b in other._groups if a.plan == b.plan]
-            self._groups = [merged for a, b in pairs if (merged := a.merge(b, self.length)) is not None]
-            self._processed += other.length
-
     def memory(self) -> int:
         """The bytes of memory in use."""
         return sum(group.memory.bytes() for group in self._groups)

@@ -33,7 +33,6 @@ LOOKS = {
     "leverage (LevAttention)": Look("#e69f00", "-", 1.6, "^"),
     "leverage (centred)": Look("#d55e00", "-", 1.6, "^"),
     "leverage + window": Look("#cc79a7", "-", 1.6, "v"),
-    "moments": Look("#8a7400", "-", 1.6, "h"),
     OURS: Look("#009e73", "-", 3.4, "o"),
     "budget": Look("#009e73", "-", 3.4, "o"),
     "tuned": Look("#d55e00", "-", 3.4, "o"),

@@ -11,7 +11,6 @@ from fewkeys.rest.base import (
 )
 from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
-from fewkeys.rest.moments import Moments as Moments
 from fewkeys.rest.running_means import RunningMeans as RunningMeans
 from fewkeys.rest.uniform_sample import UniformSample as UniformSample
 

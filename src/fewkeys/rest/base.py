@@ -25,8 +25,8 @@ from fewkeys.sketch.sums import members
 class StandIns(Fields):
     """C stand-ins for the keys that a query does not keep: the same for all queries (H = 1), or of each of H cohorts.
 
-    For a scaled query q of cohort h, stand-in c has the score `s_c = q . key_hc + bias_hc + q^T curvature_h q / 2` and
-    the weight `n_c f(s_c)`,
+    For a scaled query q of cohort h, stand-in c has the score `s_c = q . key_hc + bias_hc` and the weight
+    `n_c f(s_c)`,
 
         n_c = mass_hc (keys j of label_j = c that the query does not keep) / size_hc,
 
@@ -34,9 +34,9 @@ class StandIns(Fields):
     part. Under a bias of distances a key counts exp(bias) times. The value is `value_hc`, plus the first-order term
     `factor_hc u right_h`, `u = min(max(q left_h - middle, -reach), reach)`.
 
-    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv), mass, size, bias and factor (B, Hkv, H, C), curvature
-    (B, Hkv, H, D, D), left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv) or None (identity), bounds (B, Hkv, H, 2, r):
-    middle and reach; label (B, Hkv, Nk), int64. Gradients flow through key, value, left, right, bias and curvature.
+    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv), mass, size, bias and factor (B, Hkv, H, C), left
+    (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), bounds (B, Hkv, H, 2, r): middle and reach; label (B, Hkv, Nk), int64.
+    Gradients flow through key, value, left, right and bias.
     """
 
     key: Tensor
@@ -48,12 +48,18 @@ class StandIns(Fields):
     left: Tensor | None = None
     right: Tensor | None = None
     factor: Tensor | None = None
-    curvature: Tensor | None = None
     bounds: Tensor | None = None
 
     @property
     def count(self) -> int:
         return self.key.shape[3]
+
+    @property
+    def first_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """left, right, bounds and factor, if there is a first-order term."""
+        if self.left is None or self.right is None or self.bounds is None or self.factor is None:
+            return None
+        return self.left, self.right, self.bounds, self.factor
 
     def member(self, unkept: Tensor) -> Tensor:
         """(B, Hkv, Nk, C), H = 1: what each of the `unkept` keys counts for."""
@@ -233,13 +239,10 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     return free.to(working_dtype(x.key.dtype))
 
 
-def value_shift(query: Tensor, left: Tensor, right: Tensor | None, bounds: Tensor | None) -> Tensor:
+def value_shift(query: Tensor, left: Tensor, right: Tensor, bounds: Tensor) -> Tensor:
     """`u right` (..., M, Dv) of `StandIns` for queries (..., M, D).
 
     u has the size of the values, whatever the scores: no precision is lost by cancellation.
     """
-    along = query @ left
-    if bounds is not None:
-        middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
-        along = (along - middle).clamp(-reach, reach)
-    return along if right is None else along @ right
+    middle, reach = (part.unsqueeze(-2) for part in bounds.unbind(-2))
+    return (query @ left - middle).clamp(-reach, reach) @ right

@@ -107,11 +107,6 @@ class Selector(Listed, ABC):
         """How the rule chooses over processes; None: it cannot yet."""
         return None
 
-    @property
-    def alternatives(self) -> tuple[Selector, ...]:
-        """Other rules for as many keys that tuning may try."""
-        return ()
-
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 

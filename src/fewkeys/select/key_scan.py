@@ -65,16 +65,6 @@ def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
     return encode(key, frame)
 
 
-def before_block(inputs: Inputs) -> Tensor:
-    """(Nq,): how many keys stand before each query's own block; all, without causality."""
-    x = inputs
-    first, last = _before(x, 0), _before(x, x.queries - 1)
-    if first == last:
-        return torch.full((x.queries,), first, device=x.query.device)
-    position = torch.arange(x.offset, x.offset + x.queries, device=x.query.device)
-    return position.bitwise_and_(-BLOCK).clamp_max_(x.keys)
-
-
 def _before(inputs: Inputs, query: int) -> int:
     return min(inputs.keys, (inputs.offset + query) // BLOCK * BLOCK) if inputs.is_causal else inputs.keys
 
@@ -90,7 +80,13 @@ class Scanned:
 
     @cached_property
     def seen(self) -> Tensor:
-        return before_block(self.inputs)
+        """(Nq,): how many keys stand before each query's own block; all, without causality."""
+        x = self.inputs
+        first, last = _before(x, 0), _before(x, x.queries - 1)
+        if first == last:
+            return torch.full((x.queries,), first, device=x.query.device)
+        position = torch.arange(x.offset, x.offset + x.queries, device=x.query.device)
+        return position.bitwise_and_(-BLOCK).clamp_max_(x.keys)
 
     @cached_property
     def most(self) -> int:

@@ -13,7 +13,6 @@ from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
 from fewkeys.select.base import Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
-from fewkeys.select.controls import KeyNorm
 from fewkeys.sketch.gram import gram64, root64, score_rows
 from fewkeys.sketch.leverage import ROUNDING, leverage_scores
 from fewkeys.sketch.lewis import sensitivity_bounds
@@ -67,13 +66,6 @@ class Leverage(Selector):
         """(B, Hkv, N), float64, of this process's keys."""
         rows, totals = working(inputs.key.detach()), inputs.whole.totals
         return sensitivity_bounds(centre(rows, None, totals) if self.centre else rows, self.power, totals)
-
-    @property
-    def alternatives(self) -> tuple[Selector, ...]:
-        if self.count is None:
-            return ()
-        others: tuple[Selector, ...] = Leverage(self.count, centre=True), KeyNorm(self.count)
-        return tuple(other for other in others if other != self)
 
     def select(self, inputs: Inputs) -> Graph:
         keys = working(inputs.key.detach())

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.at_once import at_once
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
+from fewkeys.core.work import at_once
 from fewkeys.native.build import IndefiniteError
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root

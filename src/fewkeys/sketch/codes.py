@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.precision import working
+from fewkeys.core.work import at_once
 
 BLOCK = 32
 """Keys of a block."""

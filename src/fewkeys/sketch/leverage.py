@@ -31,7 +31,7 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
     power = 2: the sensitivity itself, the leverage score; the sum per head is r = rank(K). Other powers: Lewis
     weights, sum at most `(1 + 1e-6 max(1, p/2)) r^max(1, p/2)`. Even powers, while the symmetric tensor powers have
     at most 2500 columns: also their leverage scores, sum at most `C(r + p/2 - 1, p/2)`; the smaller bound counts.
-    Proofs: fewkeys/sketch/lewis.py.
+    Proofs: docs/levattention.md.
 
     Args:
         key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.

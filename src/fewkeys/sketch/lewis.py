@@ -1,29 +1,16 @@
 """Upper bounds on l_p sensitivities, `sigma_j = sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p`, for every p > 0.
 
-**Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py). The
-leverage score of phi(k_j) is a supremum over more vectors than the phi(y), so it is at least sigma_j; for p = 2 it is
-sigma_j. The bounds sum to the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
+**Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py): sigma_j is
+at most the leverage score of phi(k_j). For p = 2 they are equal.
 
-**Any p, Lewis weights.** Take positive weights w, `M = sum_l w_l^(1-2/p) k_l k_l^T`, `tau_j = k_j^T M^+ k_j` and
-`|y|_M^2 = y^T M y`. For every w, `<k_j, y>^2 <= tau_j |y|_M^2` (*) by Cauchy-Schwarz, and therefore:
+**Any p, Lewis weights.** For positive weights w, with `M = sum_l w_l^(1-2/p) k_l k_l^T` and `tau_j = k_j^T M^+ k_j`,
 
-- p <= 2: `<k_l, y>^2 <= |<k_l, y>|^p (tau_l |y|_M^2)^((2-p)/2)` by (*), so
-  `|y|_M^2 <= |y|_M^(2-p) C sum_l |<k_l, y>|^p` with `C = max_l (tau_l^(p/2) / w_l)^((2-p)/p)`, and
-  `sigma_j <= C tau_j^(p/2)`.
-- p >= 2: `|y|_M^2 <= (sum_l w_l)^(1-2/p) (sum_l |<k_l, y>|^p)^(2/p)` by Hoelder, and
-  `sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)`.
+    p <= 2    sigma_j <= C tau_j^(p/2),  C = max_l (tau_l^(p/2) / w_l)^((2-p)/p)
+    p >= 2    sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)
 
-The bounds hold for any w. At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`, which sums to r, C is 1 and they
-are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum r^(p/2)). *Converged*: the bounds sum to at most
-`1 + TOLERANCE max(1, p/2)` times that total. The iterations:
-
-- p < 2: `w <- tau(w)^(p/2)`. If two weights differ by factors within e^(+-t), their tau differ by factors within
-  e^(+-(2/p-1)t), so the map contracts the logarithms by `1 - p/2` (Cohen, Peng, arXiv 1412.0588).
-- p > 2: `w <- w^(1-2/p) tau(w)`, the leverage scores of the weighted rows. With `u_l = (1-2/p) log w_l` the function
-  `log det M = log sum_S e^(u(S)) det(K_S)^2` (Cauchy-Binet) is convex in u with gradient `e^(u_l) tau_l`.
-  Replacing it by its tangent in `F = log det M - (1-2/p) sum_l w_l` gives a minorant whose maximum is this step. So F
-  never decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for
-  every p > 2 (the first one need not for p >= 4), near the fixed point at a rate of at most `1 - 2/p`.
+At the Lewis weights, the fixed point `w_j = tau_j^(p/2)`, the bounds sum to r and `r^(p/2)`, r = rank(K). *Converged*:
+at most `1 + TOLERANCE max(1, p/2)` times that. p < 2 iterates `w <- tau(w)^(p/2)` (Cohen, Peng, arXiv 1412.0588), p > 2
+`w <- w^(1-2/p) tau(w)`. docs/levattention.md proves the bounds, and that both converge.
 
 Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`). If keys are
 distributed, all processes take the same steps, and each computes the bounds of its keys.

@@ -1,6 +1,6 @@
-"""The plans that tuning chooses from: splits of a number of slots, and rules for the heavy keys."""
+"""The plans that tuning chooses from: splits of a number of slots."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -78,19 +78,16 @@ def splits(
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours: more or less of a share or of the slots, or another rule for heavy keys."""
-    plan, split, candidates = candidate.plan, candidate.split, []
-    if split is not None:
-        for name, step in STEP._asdict().items():
-            for share in (getattr(split, name) + step, getattr(split, name) - step):
-                if share >= 0:
-                    candidates += _split(candidate.slots, split._replace(**{name: share}), width)
-        for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS):
-            candidates += _split(round(candidate.slots * factor), split, width)
-    for number, part in enumerate(plan.parts):
-        for other in part.alternatives:
-            keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
-            candidates.append(Candidate(replace(plan, keep=keep), candidate.slots))
+    """The neighbours: more or less of a share or of the slots."""
+    split, candidates = candidate.split, list[Candidate]()
+    if split is None:
+        return candidates
+    for name, step in STEP._asdict().items():
+        for share in (getattr(split, name) + step, getattr(split, name) - step):
+            if share >= 0:
+                candidates += _split(candidate.slots, split._replace(**{name: share}), width)
+    for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS):
+        candidates += _split(round(candidate.slots * factor), split, width)
     return candidates
 
 

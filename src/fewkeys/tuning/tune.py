@@ -42,10 +42,9 @@ def tune(
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
     Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
-    mean slots, are run in every head of the captured text; then neighbours of the best, and other rules for their heavy
-    keys. Causal: scans, up to 6 times the mean, and sinks with a window, down to 1/8; `memory="constant"`: sinks,
-    leverage and windows, recent blocks and running means; with a bias of the distance (T5): sinks, leverage and
-    windows. The choice minimises, over all heads h,
+    mean slots, are run in every head of the captured text; then neighbours of the best. Causal: scans, up to 6 times
+    the mean, and sinks with a window, down to 1/8; `memory="constant"`: sinks, leverage and windows, recent blocks and
+    running means; with a bias of the distance (T5): sinks, leverage and windows. The choice minimises, over all heads,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 

@@ -44,7 +44,7 @@ def attend(problem: Problem) -> Tensor:
 
 def _form(problem: Problem) -> str | None:
     """Why there is no kernel of this form, None where there is."""
-    graph, s = problem.graph, problem.stand_ins
+    graph = problem.graph
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
     if graph.scan is not None:
@@ -54,11 +54,6 @@ def _form(problem: Problem) -> str | None:
     if graph.extra is not None:
         return "expected a band and lists that queries share, got extra edges"
     columns = None if problem.by_cohort else graph.columns
-    if isinstance(s, BlockStandIns) or (columns is not None and columns.blocks > 1):
+    if isinstance(problem.stand_ins, BlockStandIns) or (columns is not None and columns.blocks > 1):
         return "expected a band and lists that all queries or cohorts share, got lists by blocks"
-    if isinstance(s, StandIns):
-        if s.curvature is not None:
-            return "expected stand-ins without curvature, got Moments()"
-        if s.left is not None and s.right is None:
-            return "expected a first-order term of low rank, got a full one"
     return None

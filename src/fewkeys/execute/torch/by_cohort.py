@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.distances import logarithm
 from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries, marked
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
+from fewkeys.core.work import at_once
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, in_blocks
@@ -88,9 +88,9 @@ def _attend(problem: Problem) -> Tensor:
     mixed = weights[0] @ list_value
     if isinstance(s, StandIns):
         mixed = mixed + weights[-1] @ s.value
-        if s.left is not None and s.factor is not None:
-            shift = value_shift(query, s.left, s.right, s.bounds)
-            mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * shift
+        if (terms := s.first_order) is not None:
+            left, right, bounds, factor = terms
+            mixed = mixed + (weights[-1] @ factor.unsqueeze(-1)) * value_shift(query, left, right, bounds)
     if near is None:
         output = _in_order(x, places, mixed / positive(total))
     else:

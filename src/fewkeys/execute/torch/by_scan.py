@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.graph import Graph
 from fewkeys.core.precision import working, working_dtype
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
+from fewkeys.core.work import at_once
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.sources import assembled
 from fewkeys.rest.base import RangeStandIns

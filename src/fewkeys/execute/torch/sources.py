@@ -244,10 +244,7 @@ class Means(Source):
     def scores(self, chunk: Chunk) -> Tensor:
         s, heads, query = self.rows, chunk.heads, chunk.query
         key = s.key[heads].mT
-        scores = query @ key if s.bias is None else torch.baddbmm(s.bias[heads].unsqueeze(1), query, key)
-        if s.curvature is not None:
-            scores = scores + 0.5 * ((query @ s.curvature[heads]) * query).sum(-1, keepdim=True)
-        return scores
+        return query @ key if s.bias is None else torch.baddbmm(s.bias[heads].unsqueeze(1), query, key)
 
     def multiplicity(self, chunk: Chunk) -> Tensor:
         total = self.rows.mass[chunk.heads].unsqueeze(1)
@@ -259,12 +256,11 @@ class Means(Source):
         return left.masked_fill_(left <= 1e-5 * total, 0.0)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        s, heads = self.rows, chunk.heads
-        mixed = weights @ s.value[heads]
-        if s.left is None:
+        mixed = weights @ self.rows.value[chunk.heads]
+        if (terms := self.rows.first_order) is None:
             return mixed
-        right, bounds = (None if part is None else part[heads] for part in (s.right, s.bounds))
-        return mixed[..., :-1] + mixed[..., -1:] * value_shift(chunk.query, s.left[heads], right, bounds)
+        left, right, bounds, _ = (part[chunk.heads] for part in terms)
+        return mixed[..., :-1] + mixed[..., -1:] * value_shift(chunk.query, left, right, bounds)
 
 
 class PastMeans(Source):

@@ -6,7 +6,6 @@ The selector by leverage scores is `fewkeys.select.Leverage`.
 from fewkeys.core.rooms import public_names
 from fewkeys.papers.levattention.key_sketch import KeySketch as KeySketch, UniversalKeys as UniversalKeys
 from fewkeys.papers.levattention.search import HeavyEntries as HeavyEntries, heavy_entries as heavy_entries
-from fewkeys.papers.levattention.sketched import Sketched as Sketched
 from fewkeys.papers.levattention.universal import universal_set as universal_set
 from fewkeys.sketch.leverage import leverage_scores as leverage_scores
 

@@ -2,19 +2,12 @@
 
 `Z_i = phi(q_i)^T G phi(q_i)`, `G = sum_l phi(k_l) phi(k_l)^T` over the m monomials of degree p/2 (m = D for p = 2).
 
-**Normalisers.** With `g_a = sqrt(G_aa)`, `sum_l |phi_a(k_l) phi_b(k_l)| <= g_a g_b`. So rounding changes Z_i by at most
-`gamma ratio_i Z_i`, where `gamma / u` counts the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query
-is *trusted* if `gamma ratio_i <= TRUST`. The others have hardly any keys near and are answered from their scores.
+**Normalisers.** With `g_a = sqrt(G_aa)`, rounding changes Z_i by at most `gamma ratio_i Z_i`, where `gamma / u` counts
+the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query is *trusted* if `gamma ratio_i <= TRUST`. The
+others have hardly any keys near and are answered from their scores.
 
-**Candidates, p = 2.** Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a trusted query
-`q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
-
-    A_ij = <q, k_j>^2 / Z <= (1 + SLACK) k_j^T (G + ridge D^2)^-1 k_j.
-
-In units of g the matrix has trace `D (1 + ridge)` and eigenvalues of at least the ridge: Cholesky's factor exists in
-float64 for every G. The bound is `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`. In float32 the rounding of `W^T k` is at
-most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most `sqrt(D (1 + ridge)) |W^T k|`; where the product exceeds
-`SLACK / 2` float64 is used. Together these errors stay below 10 %, and keys are candidates from `MARGIN eps` on.
+**Candidates, p = 2.** Keys with `k_j^T (G + ridge diag(g)^2)^-1 k_j >= MARGIN eps`, `ridge = SLACK gamma / TRUST`, have
+every entry >= eps of trusted queries (proof: docs/levattention.md).
 """
 
 from dataclasses import dataclass
@@ -35,56 +28,40 @@ TRUST, SLACK, MARGIN = 1e-8, 0.04, 0.9
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
-
-    `matrix`: G or F. `size` (m,): g. `exact`: G is that of the keys, not of a sketch.
-    """
+    """The normalisers `phi(q)^T G phi(q)`. `matrix`: G. `size` (m,): g."""
 
     matrix: Tensor
     size: Tensor
     gamma: float
     degree: int
-    exact: bool = True
-
-    @property
-    def factored(self) -> bool:
-        return len(self.matrix) < len(self.size)
 
     def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Normalisers and ratios (M,) of queries (M, D); both may be 0, and nan stands for 0 / 0."""
         features = tensor_features(query, self.degree)
-        if self.factored:
-            norm = (features @ self.matrix.mT).square().sum(-1)
-        else:
-            norm = ((features @ self.matrix) * features).sum(-1)
+        norm = ((features @ self.matrix) * features).sum(-1)
         return norm, (features.abs() @ self.size).square() / norm
+
+    def trusted(self, query: Tensor, eps: float, power: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalisers (M,), the relative rounding of an entry of `eps`, and which queries are trusted."""
+        norm, ratio = self(query)
+        # The second term is the rounding of the score, `D u sum_a |q_a k_ja|`.
+        unit = torch.finfo(torch.float64).eps
+        doubt = self.gamma * ratio + 2 * power * query.shape[1] * unit * (ratio / eps) ** (1 / power)
+        return norm, doubt, (norm > 0) & (doubt <= TRUST)
 
 
 def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
     """Cost O(n m^2), memory O(m^2) and a block."""
     columns = width(keys.dim, degree)
-    block = feature_block(columns)
+    block = min(BLOCK, max(1, BLOCK_FEATURES // columns))
     total = keys.key.new_zeros((columns, columns), dtype=torch.float64)
     for part in keys.blocks(block):
         total += gram(tensor_features(part, degree))
-    return Normaliser(total, total.diagonal().sqrt(), _gamma(len(keys), block, columns), degree)
+    return Normaliser(total, total.diagonal().sqrt(), rounding_of(len(keys), block, columns), degree)
 
 
-def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
-    """From a sketch F (R, m) of the features of `total` keys."""
-    columns, sketch = sketch.shape[1], sketch.double()
-    size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
-    if degree == 1 or sketch.shape[0] >= columns:
-        sketch = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
-    return Normaliser(sketch, size, gamma, degree, exact=False)
-
-
-def feature_block(columns: int) -> int:
-    """The keys of a block."""
-    return min(BLOCK, max(1, BLOCK_FEATURES // columns))
-
-
-def _gamma(total: int, block: int, columns: int) -> float:
+def rounding_of(total: int, block: int, columns: int) -> float:
+    """gamma, for `total` keys in blocks of `block`."""
     return (block + total / block + 4 * columns) * torch.finfo(torch.float64).eps
 
 

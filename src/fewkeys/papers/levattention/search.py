@@ -5,17 +5,17 @@ compared. Where rounding may have changed a normaliser by more than `TRUST`, or 
 reaches eps, the query is answered directly, from its scores with all keys in float64.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working_dtype
 from fewkeys.core.validation import check_inputs, check_real
-from fewkeys.papers.levattention.gram import TRUST, candidates, exact_form
+from fewkeys.papers.levattention.gram import candidates, exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.papers.levattention.sketched import Parts, Sketched, sketched_parts
 from fewkeys.sketch.gram import power_of_two
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
 
@@ -54,8 +54,6 @@ def heavy_entries(
     power: float = 2.0,
     *,
     lengths: Tensor | None = None,
-    sketch: Sketched | None = None,
-    generator: torch.Generator | None = None,
 ) -> HeavyEntries:
     """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values, as evaluated in float64.
 
@@ -68,8 +66,6 @@ def heavy_entries(
         eps: the smallest entry wanted, in (0, 1).
         power: p > 0.
         lengths: (B,) real keys per sequence. All queries are answered.
-        sketch: parts to estimate, within the errors that `Sketched` states. None: exact.
-        generator: the source of a sketch's randomness; default: seed 0 at every call.
 
     Returns:
         `HeavyEntries`, values in float64 for float64 input and float32 otherwise. No gradient.
@@ -80,18 +76,18 @@ def heavy_entries(
         one head in float64.
 
     Raises:
-        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, `sketch` unfit for it.
+        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the authors' discussion; the control of rounding is ours.
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)
-    x = check_inputs(query, key, key, lengths=lengths, generator=generator)
-    if sketch is not None:
-        if not isinstance(sketch, Sketched):
-            raise TypeError(f"sketch: expected a Sketched or None, got {type(sketch).__name__}")
-        sketch.check(power, x.head_dim)
-    generator = generator or torch.Generator("cpu").manual_seed(0)
+    x = check_inputs(query, key, key, lengths=lengths)
+    return by_head(x, power, lambda rows, keys: _entries(rows, keys, eps, power))
+
+
+def by_head(x: Inputs, power: float, entries_of: Callable[[Tensor, ScaledKeys], Iterator[Entries]]) -> HeavyEntries:
+    """The entries of all heads, given those of the queries (M, D), float64, of one key head."""
     grouped = x.grouped_query()
     places, values = [x.query.new_zeros(0, dtype=torch.int64)], [x.query.new_zeros(0, dtype=torch.float64)]
     for batch in range(x.batch):
@@ -99,12 +95,8 @@ def heavy_entries(
         for head in range(x.kv_heads if real else 0):
             keys = ScaledKeys(x.key[batch, head, :real], power)
             rows = keys.queries(grouped[batch, head].flatten(0, 1))
-            if sketch is None:
-                parts = _exact_parts(len(rows), keys, eps, power)
-            else:
-                parts = sketched_parts(sketch, len(rows), x.batch * x.kv_heads, keys, eps, power, generator)
             first = (batch * x.kv_heads + head) * len(rows)
-            for row, column, value in _entries(rows, keys, eps, power, parts):
+            for row, column, value in entries_of(rows, keys):
                 places.append((first + row) * x.keys + column)
                 values.append(value)
     shape = (x.batch, x.query_heads, x.queries, x.keys)
@@ -113,44 +105,35 @@ def heavy_entries(
     return HeavyEntries(torch.stack(torch.unravel_index(place, shape)), value, shape)
 
 
-def _exact_parts(queries: int, keys: ScaledKeys, eps: float, power: float) -> Parts | None:
-    """The parts by exact numerators; None where these would cost more than all scores."""
+def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
+    """The entries of queries (M, D), float64, in no order: of trusted queries from normalisers and candidates, of the
+    others and those with a tie directly; all directly, where this costs less.
+    """
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
-    if not 0 < columns <= MAX_WIDTH or 2 * queries * size <= columns**2 + size**2:
-        return None
-    form = exact_form(keys, degree)
-    return form, candidates(keys, form, eps, power), None
-
-
-def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts | None) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, in no order: of trusted queries from `parts`, of the others directly, and
-    where nothing is estimated also of those with a tie.
-    """
-    if parts is None:
+    if not 0 < columns <= MAX_WIDTH or 2 * len(query) * size <= columns**2 + size**2:
         yield from directly(query, keys, eps, power)
         return
-    form, chosen, numerators = parts
-    unit, start = torch.finfo(torch.float64).eps, 0
-    key_rows = keys.rows(chosen) if numerators is None else numerators.key
-    direct = (query != 0).any(-1)
+    form = exact_form(keys, degree)
+    chosen = candidates(keys, form, eps, power)
+    key_rows, start, direct = keys.rows(chosen), 0, (query != 0).any(-1)
     for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
-        norm, ratio = form(part)
-        # The second term is the rounding of the score, `D u sum_a |q_a k_ja|`, next to an entry of eps.
-        doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
-        trusted = (norm > 0) & (doubt <= TRUST)
-        query_rows = part if numerators is None else part @ numerators.query
-        weight = raised(query_rows @ key_rows.mT, power)
+        norm, doubt, trusted = form.trusted(part, eps, power)
+        weight = raised(part @ key_rows.mT, power)
         least = torch.where(trusted, eps * (1 - 4 * doubt) * norm, torch.inf)
         row, column = (weight >= least.unsqueeze(-1)).nonzero(as_tuple=True)
         value = weight[row, column] / norm[row]
-        if form.exact and numerators is None:
-            trusted[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
+        trusted[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
         direct[start : start + len(part)] &= ~trusted
         kept = trusted[row] & (value >= eps)
         yield row[kept] + start, chosen[column[kept]], value[kept]
         start += len(part)
-    rows = direct.nonzero().squeeze(-1)
+    yield from directly_of(query, direct, keys, eps, power)
+
+
+def directly_of(query: Tensor, marked: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
+    """The entries of the `marked` (M,) queries."""
+    rows = marked.nonzero().squeeze(-1)
     if len(rows):
         for row, column, value in directly(query[rows], keys, eps, power):
             yield rows[row], column, value

@@ -1,12 +1,7 @@
 """Universal sets: the keys that have every large entry of attention, for all queries.
 
 **Bounded growth.** The union of `floor(1 / eps)` universal sets for `|s|^p`, each of the keys that the earlier ones
-left, has every entry >= eps under every f of bounded growth. Proof: let `f(s_j) >= eps sum_l f(s_l)` and
-`r_l = |s_l / s_j|`. Growth gives `f(s_l) / f(s_j) >= min(1, r_l^p)`. With `S = {l != j: r_l >= 1}`, all sums without S
-including j, `|S| + sum_(l not in S) r_l^p <= 1 / eps`. Suppose j survives a round on the keys R. If R holds members of
-S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in S) r_l^p <= r_m^p / eps`: its share of
-`|s|^p` is at least eps and the round removes it. If R holds none, `sum_(l in R) r_l^p <= 1 / eps`: the round removes j.
-As `|S| <= 1 / eps - 1`, j is gone after `floor(1 / eps)` rounds.
+left, has every entry >= eps under every f of bounded growth (proof: docs/levattention.md).
 """
 
 from torch import Tensor
@@ -35,8 +30,7 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
     Raises:
         TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.
 
-    Source: LevAttention (arXiv 2410.05462), section 2; the proof for `bounded_growth` is in the source file
-    (fewkeys/papers/levattention/universal.py).
+    Source: LevAttention (arXiv 2410.05462), section 2.
     """
     check_real("eps", eps, above=0.0, below=1.0)
     power = check_real("power", power, above=0.0)

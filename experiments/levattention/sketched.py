@@ -1,4 +1,5 @@
-"""`heavy_entries` from random sketches: estimates, errors, failure probabilities.
+"""`heavy_entries` from random sketches (the paper's remarks on faster algorithms): estimates, errors, failure
+probabilities. docs/levattention.md has the times: they rarely save any.
 
 Let `Z_i = |K q_i|^2`, the normalisers of power 2, and `F = S K` for a projection S (projections.py).
 
@@ -20,32 +21,35 @@ Queries that are not trusted (gram.py) are answered from all scores: the stateme
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from experiments.levattention.projections import PROJECTIONS, CountSketch, normal
 from torch import Tensor
 
-from fewkeys.core.precision import working_dtype
-from fewkeys.core.validation import check_real
+from fewkeys.core.precision import full_precision, working_dtype
+from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.papers.levattention.gram import (
+    BLOCK_FEATURES,
     MARGIN,
     Normaliser,
     at_least,
     basis,
     candidates,
     exact_form,
-    feature_block,
-    sketched_form,
+    rounding_of,
 )
-from fewkeys.papers.levattention.keys import ScaledKeys
-from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, normal
+from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.search import SCORES, Entries, HeavyEntries, by_head, directly_of, raised
+from fewkeys.sketch.gram import gram
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 
 @dataclass(frozen=True)
 class Sketched:
-    """The estimated parts of `heavy_entries`, each with its error; None: exact.
+    """The estimated parts of heavy entries, each with its error; None: exact.
 
     Returned are the entries of candidates with an estimate A~ of at least eps.
 
@@ -66,8 +70,7 @@ class Sketched:
     n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query and
     candidate. `TypeError`, `ValueError` for numbers outside (0, 1), an unknown projection, nothing to estimate.
 
-    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms;
-    fewkeys/papers/levattention/sketched.py derives statements and constants.
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms.
     """
 
     normalizers: float | None = None
@@ -105,8 +108,59 @@ class Numerators(NamedTuple):
     key: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Estimated(Normaliser):
+    """Normalisers by a sketch: `|F phi(q)|^2` where `matrix` is a factor F (R, m) of fewer than m rows."""
+
+    def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.matrix) >= len(self.size):
+            return super().__call__(query)
+        features = tensor_features(query, self.degree)
+        norm = (features @ self.matrix.mT).square().sum(-1)
+        return norm, (features.abs() @ self.size).square() / norm
+
+
 Parts = tuple[Normaliser, Tensor, Numerators | None]
 """Normalisers, the indices of the candidates, and numerators (None: exact ones)."""
+
+
+@full_precision()
+@torch.no_grad()
+def sketched_entries(
+    query: Tensor,
+    key: Tensor,
+    eps: float,
+    power: float = 2.0,
+    *,
+    sketch: Sketched,
+    lengths: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> HeavyEntries:
+    """`heavy_entries` with parts estimated by `sketch`, drawn from `generator` (default: seed 0 at every call)."""
+    x = check_inputs(query, key, key, lengths=lengths, generator=generator)
+    sketch.check(power, x.head_dim)
+    generator = generator or torch.Generator("cpu").manual_seed(0)
+    heads = x.batch * x.kv_heads
+
+    def entries(rows: Tensor, keys: ScaledKeys) -> Iterator[Entries]:
+        return _entries(rows, keys, eps, power, sketched_parts(sketch, len(rows), heads, keys, eps, power, generator))
+
+    return by_head(x, power, entries)
+
+
+def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: Parts) -> Iterator[Entries]:
+    """The entries of queries (M, D): of trusted queries from `parts`, of the others directly."""
+    form, chosen, numerators = parts
+    key_rows = keys.rows(chosen) if numerators is None else numerators.key
+    direct, start = (query != 0).any(-1), 0
+    for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
+        norm, _, trusted = form.trusted(part, eps, power)
+        weight = raised((part if numerators is None else part @ numerators.query) @ key_rows.mT, power)
+        row, column = (weight >= torch.where(trusted, eps * norm, torch.inf).unsqueeze(-1)).nonzero(as_tuple=True)
+        direct[start : start + len(part)] &= ~trusted
+        yield row + start, chosen[column], weight[row, column] / norm[row]
+        start += len(part)
+    yield from directly_of(query, direct, keys, eps, power)
 
 
 def sketched_parts(
@@ -119,7 +173,7 @@ def sketched_parts(
     if rows == total:
         form = exact_form(keys, degree)
     else:
-        blocks = keys.blocks(feature_block(columns), working_dtype(keys.key.dtype))
+        blocks = keys.blocks(min(BLOCK, max(1, BLOCK_FEATURES // columns)), working_dtype(keys.key.dtype))
         features = (tensor_features(part, degree) for part in blocks)
         form = sketched_form(PROJECTIONS[sketch.projection].apply(features, rows, generator), total, degree)
     if sketch.scores is None:
@@ -127,6 +181,15 @@ def sketched_parts(
     else:
         chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
     return form, chosen, _numerators(sketch, keys, form, chosen, generator)
+
+
+def sketched_form(sketch: Tensor, total: int, degree: int) -> Estimated:
+    """From a sketch F (R, m) of the features of `total` keys."""
+    columns, sketch = sketch.shape[1], sketch.double()
+    size, gamma = sketch.square().sum(0).sqrt(), rounding_of(total, BLOCK, columns)
+    if degree == 1 or sketch.shape[0] >= columns:
+        sketch = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
+    return Estimated(sketch, size, gamma, degree)
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
@@ -148,7 +211,7 @@ def _candidates(
 ) -> Tensor:
     """As in the header; f is half the error if the normaliser is sketched."""
     change = basis(form)
-    stretch, failure = (1.0, delta) if form.exact else (1 + error / 2, delta / 2)
+    stretch, failure = (1 + error / 2, delta / 2) if isinstance(form, Estimated) else (1.0, delta)
     low, least = (1 - error) * stretch, MARGIN * eps / stretch  # low: 1 - h
     columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / failure) / (low - 1 - math.log(low)))
     if columns >= keys.dim:

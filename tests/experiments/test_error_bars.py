@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
+from experiments.decoders.bars import error_bars, half_width
 from experiments.decoders.hard_keys import HARD, KEYS, divided, hidden, random, rare
+from experiments.decoders.random_codes import RandomCodes
 
 import fewkeys as fk
 from cases import Shape
 from fewkeys.core.metrics import relative_error
-from fewkeys.judge.error_bars import half_width
-from fewkeys.sketch.random_codes import RandomCodes
 
-error_bars = fk.metrics.error_bars
 SCAN = fk.budget(24, is_causal=True)
 CAUSAL = Shape(2, 4, 2, 96, 96, 16, 8, is_causal=True)
 
@@ -184,7 +183,7 @@ def test_a_sample_without_spread_has_the_bar_of_keys_that_no_draw_met():
     tokens, draws, miss = 1000, 64, 0.05
     query = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(0))
     key, value = (torch.full((1, 2, tokens, 8), number) for number in (0.3, 2.0))
-    bars = fk.metrics.error_bars(query, key, value, fk.Plan(fk.Window(1)), confidence=1 - miss, most=draws)
+    bars = error_bars(query, key, value, fk.Plan(fk.Window(1)), confidence=1 - miss, most=draws)
     others = (tokens - 1) / tokens  # of the sum of all weights
     width = -math.log(miss) / draws * others
     radius = 2 * width / (1 - width)

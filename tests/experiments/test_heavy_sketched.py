@@ -1,16 +1,17 @@
-"""`heavy_entries` from sketches keeps the errors it states: for the given queries, and, where it says so, for the
+"""Heavy entries from sketches keep the errors they state: for the given queries, and, where they say so, for the
 queries that are worst for the keys or for the sketch itself."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from experiments.levattention import sketched
+from experiments.levattention.projections import PROJECTIONS
+from experiments.levattention.sketched import Estimated, Sketched, sketched_entries
 
-from fewkeys.papers.levattention import Sketched, gram, heavy_entries, search, sketched
+from fewkeys.papers.levattention import gram, heavy_entries, search
 from fewkeys.papers.levattention.gram import exact_form
 from fewkeys.papers.levattention.keys import ScaledKeys
-from fewkeys.papers.levattention.projections import PROJECTIONS
 from odd_keys import KINDS, keys
 
 PROJECTION = pytest.mark.parametrize("projection", PROJECTIONS)
@@ -76,9 +77,8 @@ def test_normalizers_are_within_the_error(projection, tail, monkeypatch):
     exact = entries(q, k)
     assert (exact >= eps).sum() > 100
     for seed in range(3):
-        assert_within(heavy_entries(q, k, eps, sketch=sketch, generator=generator(seed)), exact, eps, 0.5)
+        assert_within(sketched_entries(q, k, eps, sketch=sketch, generator=generator(seed)), exact, eps, 0.5)
     assert len(forms) == 6
-    assert not any(form.exact for form in forms)
 
 
 def test_errors_are_used_not_only_bounded():
@@ -87,7 +87,7 @@ def test_errors_are_used_not_only_bounded():
     exact = entries(q, k)
     errors = []
     for error in (0.2, 0.9):
-        got = dense(heavy_entries(q, k, 6e-4, sketch=Sketched(normalizers=error)))
+        got = dense(sketched_entries(q, k, 6e-4, sketch=Sketched(normalizers=error)))
         errors.append(float(((got / exact)[got > 0] - 1).abs().max()))
     assert 0 < errors[0] < 0.2 < errors[1]
 
@@ -99,7 +99,7 @@ def test_fewer_rows_than_dimensions(monkeypatch):
     assert sketched.sketch_rows(Sketched(0.9), 5, 500, 128, 0.01) < 128
     exact = entries(q, k)
     for seed in range(3):
-        assert_within(heavy_entries(q, k, 0.02, sketch=Sketched(0.9), generator=generator(seed)), exact, 0.02, 0.9)
+        assert_within(sketched_entries(q, k, 0.02, sketch=Sketched(0.9), generator=generator(seed)), exact, 0.02, 0.9)
     assert len(forms) == 3
 
 
@@ -113,9 +113,9 @@ def test_normalizers_of_even_powers(factored, monkeypatch):
     assert (exact >= 0.02).sum() > 30
     for seed in range(3):
         sketch = Sketched(normalizers=error)
-        actual = heavy_entries(q, k, 0.02, 4.0, sketch=sketch, generator=generator(seed))
+        actual = sketched_entries(q, k, 0.02, 4.0, sketch=sketch, generator=generator(seed))
         assert_within(actual, exact, 0.02, error)
-    assert [form.factored for form in forms] == [factored] * 3
+    assert [len(form.matrix) < len(form.size) for form in forms] == [factored] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +127,7 @@ def test_estimated_scores_alone_change_nothing(kind, seed, monkeypatch):
     q = torch.cat([worst(k), k, normal(1, 2, 100, 24, seed=seed)], 2)
     sketch = Sketched(scores=0.9)
     for eps in (0.05, 0.3):
-        actual = heavy_entries(q, k, eps, sketch=sketch, generator=generator(seed))
+        actual = sketched_entries(q, k, eps, sketch=sketch, generator=generator(seed))
         exact = heavy_entries(q, k, eps)
         assert torch.equal(actual.indices, exact.indices)
         torch.testing.assert_close(actual.values, exact.values, rtol=1e-9, atol=0)
@@ -146,7 +146,7 @@ def test_no_key_is_lost_for_any_query(projection):
         k = normal(8000, 3, seed=seed) * torch.rand(8000, 1, generator=generator(seed)).double() ** -1
         scores, eps = (worst(k) * k).sum(-1), (0.002, 0.01, 0.1)[seed % 3]
         form, chosen, _ = sketched.sketched_parts(sketch, 10, 1, ScaledKeys(k, 2.0), eps, 2.0, generator(seed))
-        assert not form.exact
+        assert isinstance(form, Estimated)
         change = torch.linalg.inv(torch.linalg.cholesky(k.mT @ k)).mT
         sizes = torch.linalg.eigvalsh(change.mT @ form.matrix @ change)
         if sizes.amin() < 1 - error / 2 or sizes.amax() > 1 + error / 2:
@@ -162,7 +162,7 @@ def test_the_worst_sketch_allowed_loses_no_key(monkeypatch):
 
     def inflated(sketch, total, degree):
         form = exact_form(scaled, degree)
-        return replace(form, matrix=1.45 * form.matrix, size=1.45**0.5 * form.size, exact=False)
+        return Estimated(1.45 * form.matrix, 1.45**0.5 * form.size, form.gamma, degree)
 
     monkeypatch.setattr(sketched, "sketched_form", inflated)
     k = normal(6000, 4) * torch.rand(6000, 1, generator=generator(1)).double() ** -1
@@ -181,7 +181,7 @@ def test_no_estimated_entry_is_missing_whatever_the_sketch(scores, monkeypatch):
     def distorted(sketch, total, degree):
         form = exact_form(ScaledKeys(k[0, 0], 2.0), degree)
         matrix = wrong @ form.matrix @ wrong
-        return replace(form, matrix=matrix, size=matrix.diagonal().sqrt(), exact=False)
+        return Estimated(matrix, matrix.diagonal().sqrt(), form.gamma, degree)
 
     monkeypatch.setattr(sketched, "sketched_form", distorted)
     k = normal(1, 1, 6000, 4) * torch.rand(1, 1, 6000, 1, generator=generator(1)).double() ** -1
@@ -190,7 +190,7 @@ def test_no_estimated_entry_is_missing_whatever_the_sketch(scores, monkeypatch):
     estimates = (q @ k.mT).square() / norm
     assert (estimates > 1).any()
     for eps in (0.003, 0.1):
-        actual = heavy_entries(q, k, eps, sketch=Sketched(normalizers=0.9, scores=scores, failure=0.3))
+        actual = sketched_entries(q, k, eps, sketch=Sketched(normalizers=0.9, scores=scores, failure=0.3))
         torch.testing.assert_close(dense(actual), torch.where(estimates >= eps, estimates, 0.0))
 
 
@@ -211,7 +211,7 @@ def test_keys_of_weak_directions_are_not_lost(monkeypatch):
     k[..., 5] = k[..., :5].sum(-1) + 1e-9 * k[..., 5]
     q = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, -1.0]], dtype=torch.float64).expand(1, 1, 5, 6)
     exact = heavy_entries(q, k, 1e-3)
-    actual = heavy_entries(q, k, 1e-3, sketch=Sketched(normalizers=0.9, scores=0.9, numerators=0.9, failure=0.5))
+    actual = sketched_entries(q, k, 1e-3, sketch=Sketched(normalizers=0.9, scores=0.9, numerators=0.9, failure=0.5))
     assert len(exact) > 50
     assert torch.equal(actual.indices, exact.indices)
     assert torch.equal(actual.values, exact.values)
@@ -248,7 +248,7 @@ def test_entries_from_estimated_numerators():
     sketch = Sketched(numerators=0.5, failure=0.2)
     k = normal(1, 1, 500, 64) * torch.rand(1, 1, 500, 1, generator=generator(1)).double() ** -1
     q = worst(k)
-    exact, actual = entries(q, k), dense(heavy_entries(q, k, 0.1, sketch=sketch))
+    exact, actual = entries(q, k), dense(sketched_entries(q, k, 0.1, sketch=sketch))
     score = (worst(k) * k).sum(-1).sqrt()[:, :, None]
     off = (actual.sqrt() - exact.sqrt()).abs() > 0.5 * score
     assert (off & (actual > 0)).sum() <= 0.2 * (actual > 0).sum()
@@ -267,9 +267,9 @@ def test_everything_together_and_in_half_the_precision():
     lengths = torch.tensor([30_000, 29_000])
     for projection in PROJECTIONS:
         sketch = Sketched(0.6, 0.9, failure=0.1, projection=projection)
-        actual = heavy_entries(q, k, 0.05, sketch=sketch)
+        actual = sketched_entries(q, k, 0.05, sketch=sketch)
         assert_within(actual, exact.float(), 0.05, 0.6, 1e-6)
-        short = heavy_entries(q, k, 0.05, sketch=sketch, lengths=lengths)
+        short = sketched_entries(q, k, 0.05, sketch=sketch, lengths=lengths)
         assert torch.equal(short.indices[:, short.indices[0] == 0], actual.indices[:, actual.indices[0] == 0])
 
 
@@ -277,20 +277,20 @@ def test_everything_together_and_in_half_the_precision():
 def test_same_seed_same_answer(projection):
     k, q = normal(1, 2, 9000, 3), normal(1, 2, 50, 3, seed=1)
     sketch = Sketched(0.9, 0.9, failure=0.4, projection=projection)
-    first = heavy_entries(q, k, 5e-4, sketch=sketch)
-    second = heavy_entries(q, k, 5e-4, sketch=sketch, generator=generator(0))
-    other = heavy_entries(q, k, 5e-4, sketch=sketch, generator=generator(1))
+    first = sketched_entries(q, k, 5e-4, sketch=sketch)
+    second = sketched_entries(q, k, 5e-4, sketch=sketch, generator=generator(0))
+    other = sketched_entries(q, k, 5e-4, sketch=sketch, generator=generator(1))
     assert torch.equal(first.values, second.values)
     assert not torch.equal(first.values[:50], other.values[:50])
     state = torch.get_rng_state()
-    heavy_entries(q, k, 5e-4, sketch=sketch)
+    sketched_entries(q, k, 5e-4, sketch=sketch)
     assert torch.equal(state, torch.get_rng_state())
 
 
 @PROJECTION
 def test_sketches_as_large_as_the_keys_are_not_made(projection):
     k, q = normal(1, 1, 200, 4), normal(1, 1, 50, 4, seed=1)
-    actual = heavy_entries(q, k, 0.02, sketch=Sketched(0.1, 0.5, 0.1, projection=projection))
+    actual = sketched_entries(q, k, 0.02, sketch=Sketched(0.1, 0.5, 0.1, projection=projection))
     exact = heavy_entries(q, k, 0.02)
     assert torch.equal(actual.indices, exact.indices)
     assert torch.equal(actual.values, exact.values)
@@ -300,11 +300,12 @@ def test_blocks_do_not_matter(monkeypatch):
     """The Gram matrix of a sketch, and the scores, come in blocks."""
     k, q = normal(1, 1, 3000, 5), normal(1, 1, 40, 5, seed=1)
     sketch = Sketched(0.8, 0.9, failure=0.3, projection="hadamard")
-    whole = heavy_entries(q, k, 2e-3, sketch=sketch)
-    for module in (gram, search):
+    whole = sketched_entries(q, k, 2e-3, sketch=sketch)
+    for module in (gram, search, sketched):
         monkeypatch.setattr(module, "BLOCK", 70)
-    monkeypatch.setattr(search, "SCORES", 500)
-    parts = heavy_entries(q, k, 2e-3, sketch=sketch)
+    for module in (search, sketched):
+        monkeypatch.setattr(module, "SCORES", 500)
+    parts = sketched_entries(q, k, 2e-3, sketch=sketch)
     assert torch.equal(whole.indices, parts.indices)
     torch.testing.assert_close(whole.values, parts.values)
 
@@ -320,15 +321,18 @@ def test_bad_input_is_named():
         r"Sketched projection: expected one of \['countsketch', 'gaussian', 'hadamard'\], got 'sparse'": lambda: (
             Sketched(0.5, projection="sparse")
         ),
-        r"sketch: expected a Sketched or None, got float": lambda: heavy_entries(k, k, 0.1, sketch=0.5),
-        r"sketch: expected power=2 for scores and numerators, got power=4.0": lambda: heavy_entries(
+        r"sketch: expected power=2 for scores and numerators, got power=4.0": lambda: sketched_entries(
             k, k, 0.1, 4.0, sketch=Sketched(scores=0.5)
         ),
-        r"sketch: expected an even power .* got power=3.0": lambda: heavy_entries(k, k, 0.1, 3.0, sketch=Sketched(0.5)),
-        r"sketch: expected an even power with at most 2500 monomials in 4 variables, got power=60": (
-            lambda: heavy_entries(k, k, 0.1, 60.0, sketch=Sketched(0.5))
+        r"sketch: expected an even power .* got power=3.0": lambda: sketched_entries(
+            k, k, 0.1, 3.0, sketch=Sketched(0.5)
         ),
-        r"generator: expected a torch.Generator or None, got int": lambda: heavy_entries(k, k, 0.1, generator=3),
+        r"sketch: expected an even power with at most 2500 monomials in 4 variables, got power=60": (
+            lambda: sketched_entries(k, k, 0.1, 60.0, sketch=Sketched(0.5))
+        ),
+        r"generator: expected a torch.Generator or None, got int": lambda: sketched_entries(
+            k, k, 0.1, sketch=Sketched(0.5), generator=3
+        ),
     }
     for message, call in refusals.items():
         with pytest.raises((ValueError, TypeError), match=f"^{message}"):

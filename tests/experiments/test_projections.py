@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
+from experiments.levattention.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
 from hypothesis import given, strategies as st
-
-from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
 
 ALL = pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS)
 

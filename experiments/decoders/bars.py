@@ -12,7 +12,7 @@ assumes that this mean is within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its e
   those along a line are farthest out (Szekely and Bakirov, 2003);
 * c B / m, c = log(1 / (1 - confidence)): all keys that were never drawn have a probability below c / m, except in 1 of
   1 / (1 - confidence) samples. B bounds |y|: p_j is proportional to the root mean square of w_j under the errors of its
-  code (`fewkeys.sketch.random_codes`), so w / p is about at most the sum of these.
+  code (random_codes.py), so w / p is about at most the sum of these.
 
 o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so for B. Hence
 
@@ -26,19 +26,19 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
+from experiments.decoders.random_codes import RandomCodes
 from torch import Tensor
 
-from fewkeys.core.at_once import at_once
 from fewkeys.core.extent import rescaled
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.core.weights import Softmax, positive
+from fewkeys.core.work import at_once
 from fewkeys.execute.problem import select
 from fewkeys.flow import checked, choose, run
 from fewkeys.guard.interval import student
 from fewkeys.plan import Plan
-from fewkeys.sketch.random_codes import RandomCodes
 
 FIRST = 64
 """Draws before the first bar."""
@@ -73,13 +73,13 @@ def error_bars(
 ) -> ErrorBars:
     """Estimate exact attention from a plan's keys and a sample of the others, with an error bar for every query.
 
-        bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
+        bars = error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
 
     Every query attends to the plan's keys and, in place of its stand-ins, to keys drawn from the others: 64, 128, ..
     until its bar is at most `error` or `most` are drawn. A bar bounds `|output - exact| / |exact|`, apart from
     rounding, with probability `confidence` or more over the draws and the rotation of the codes. Keys and values must
     not depend on these: pass a generator with a secret seed if an adversary may choose keys.
-    docs/quality-control.md has the measured coverage.
+    README.md has the measured coverage.
 
     Args:
         query, key, value: as in `fewkeys.attention`, without gradient.
