@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(config, items):
         cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     chosen = (tests[i * len(tests) // QUICK] for tests in cases.values() for i in range(min(QUICK, len(tests))))
     kept = {id(item) for item in chosen}
-    dropped = [item for item in items if id(item) not in kept or item.get_closest_marker("long")]
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = [item for item in items if item not in set(dropped)]
+    quick = [item for item in items if id(item) in kept and not item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=[*set(items).difference(quick)])
+    items[:] = quick
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,7 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
     assert sorted(path.name for path in out.parent.iterdir()) == ["vectors.npz"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_compiled_model_gives_the_same_vectors(long, folder, tmp_path, capsys, monkeypatch):
     files = [tmp_path / name for name in ("eager.npz", "compiled.npz")]

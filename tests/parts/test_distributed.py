@@ -54,6 +54,7 @@ def failures(launch, once):
     return of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(check, world, failures):
