@@ -1,8 +1,7 @@
 """Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. The
-table compares the tuned plan, on a part of the text that is held out, with fewkeys.budget, with controls such as random
-keys, and with the oracle, which computes all scores. Writes model_plan.json (read by
-fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an
-interruption.
+table compares the tuned plan, on held-out text, with the rows of fewkeys compare: fewkeys.budget, other methods,
+controls, and oracles, which compute all scores. Writes model_plan.json (read by fewkeys.ModelPlan.from_pretrained),
+tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an interruption.
 """
 
 import argparse
