@@ -42,7 +42,7 @@ PLANS = {
     "window 64": (fk.Plan(fk.Window(64)), False),
     "leverage 64": (fk.Plan(fk.select.Leverage(64)), False),
     "top-64 oracle": (fk.Plan(fk.TopK(64)), False),
-    "4 sinks + window 60, causal": (fk.budget(64, is_causal=True, memory="constant"), True),
+    'budget(64, is_causal=True, memory="constant")': (fk.budget(64, is_causal=True, memory="constant"), True),
 }
 
 
