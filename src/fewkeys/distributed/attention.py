@@ -46,8 +46,8 @@ def attention(
 ) -> Tensor:
     """`fewkeys.attention` on a sequence whose tokens are split over ranks: this rank's queries.
 
-    Every rank scores its own keys and offers its best; all ranks cut the union to the budget; the keys and values that
-    are left are gathered; local queries attend to them. A collective: only tensors differ between ranks.
+    Every rank scores its own keys and offers its best; all ranks cut the union to the budget; its keys and values (of
+    a `KeyScan`: all) are gathered; local queries attend to them. A collective: only tensors differ between ranks.
 
     Args:
         query: (B, Hq, Nq_local, D), this rank's queries; Nq_local may be 0. Beside a `Window`, and under causality,
