@@ -1,5 +1,5 @@
 """Stored keys and values, as they come or in int8: `round(x / s)` for each row x, with the scale `s = max |x| / 127` in
-float32. The error is at most s / 2.
+working precision. The error is at most s / 2.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HeldRows(Fields):
         form = Form(any_shape, dtype) if scale is None else Form(any_shape, torch.int8, -LARGEST)
         forms = {f"{root}key": form, f"{root}value": form}
         if scale is not None:
-            forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
+            forms[f"{root}scale"] = Form((*key.shape[:3], 2), working_dtype(dtype), 0)
         check(tensors, forms)
         return HeldRows(dtype, *(Buffer(tensors[name], key.shape[2]) for name in forms))
 
@@ -108,7 +108,7 @@ def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (..., N, X) as int8, and their scales (..., N, 1)."""
     rows = working(rows)
-    scale = rows.abs().amax(-1, keepdim=True).float() / LARGEST
+    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     number = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-LARGEST, LARGEST)
     return number.to(torch.int8), scale
 

@@ -51,8 +51,7 @@ class RunningMeans(CountedRest):
         x, columns = inputs, graph.columns
         if columns is None or graph.band is not None or graph.rows is not None or graph.full:
             raise ValueError(
-                "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
-                "window or a rule with a list for every query"
+                "keep: RunningMeans needs the lists of RecentBlocks (and Sinks beside it), got another graph"
             )
         real = (torch.arange(x.queries, device=x.query.device) >= x.placeholders).expand(x.batch, -1)
         if x.valid_queries is not None:

@@ -71,7 +71,7 @@ def _before(inputs: Inputs, query: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Scanned:
-    """The edges of `KeyScan`. `scale` (B, Hkv, Nk, 2), float32: the factors of keys and values held in int8."""
+    """The edges of `KeyScan`. `scale` (B, Hkv, Nk, 2): the factors of keys and values held in int8."""
 
     inputs: Inputs
     codes: Codes
