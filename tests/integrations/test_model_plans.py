@@ -79,6 +79,9 @@ def test_questions_about_a_context(chats):
         ids = letters(text.format(question), not chats, "pt")["input_ids"]
         assert answer == letters.decode(model.generate(ids, do_sample=False, **how)[0, ids.shape[1] :], True)
         assert ask("a context of some words. ", question=question, answer_prefix="It", **how) == {"answer": answer}
+    assert (
+        ask("a context of some words. ", questions=iter(["who?"]), answer_prefix="It", **how)["answers"] == actual[:1]
+    )
     assert model.config._attn_implementation != "fewkeys"
     with pytest.raises(ValueError, match=r"^question, questions: expected one of the two"):
         ask("a context")
@@ -131,8 +134,8 @@ def test_a_question_has_one_answer():
     for name, value in {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}.items():
         with pytest.raises(ValueError, match=rf"^{name}: expected (1|False), one text for each question, got {value}"):
             ask("a context", **how, **{name: value})
-    for name in ("past_key_values", "attention_mask", "input_ids"):
-        with pytest.raises(TypeError, match=rf"^{name}: expected none, as the pipeline makes it from its texts"):
+    for name in ("past_key_values", "attention_mask", "input_ids", "generation_config"):
+        with pytest.raises(TypeError, match=rf"^{name}: expected none, as the pipeline makes it; .* options by name"):
             ask("a context", **how, **{name: None})
     answer = ask("a context", **how)
     model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 2, True

@@ -1,7 +1,7 @@
 """Questions about a long context, which is read once. Every answer continues a fork of its cache."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,15 @@ _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
 ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 """Options of `model.generate` that are fixed: each answer is one text."""
-MADE = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values")
+MADE = (
+    "inputs",
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "generation_config",
+)
 """Options of `model.generate` that the pipeline makes."""
 
 
@@ -38,7 +46,7 @@ class Pipeline:
         context: str,
         *,
         question: str | None = None,
-        questions: Sequence[str] | None = None,
+        questions: Iterable[str] | None = None,
         answer_prefix: str = "",
         max_new_tokens: int = 50,
         **options: Any,
@@ -52,15 +60,14 @@ class Pipeline:
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         if isinstance(questions, str):
             raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
-        asked = [question] if questions is None else questions
+        asked = [question] if questions is None else [*questions]
         for name, text in [("context", context), *(("question", text) for text in asked)]:
             if not isinstance(text, str):
                 raise TypeError(
                     f"{name}: expected a text, got {type(text).__name__}; pass one context and a list as questions="
                 )
-        for name in MADE:
-            if name in options:
-                raise TypeError(f"{name}: expected none, as the pipeline makes it from its texts; leave it out")
+        for name in options.keys() & MADE:
+            raise TypeError(f"{name}: expected none, as the pipeline makes it; give texts, and options by name")
         for name, only in ONE_ANSWER.items():
             if options.get(name, only) != only:
                 raise ValueError(
