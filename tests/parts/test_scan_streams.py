@@ -282,7 +282,6 @@ def test_a_token_in_one_call_reads_the_codes_of_what_replaced_cropped_tokens(lea
     for number, (_, key, value) in enumerate(tokens[:99]):
         for one in (other,) if number < 40 else (stream, other):
             one.append(key * (1 if number < 40 else -3), value)
-            one.key_mask()
     assert torch.equal(stream.answer(*tokens[99]), fed(other, *tokens[99]))
 
 

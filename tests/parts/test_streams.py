@@ -267,6 +267,27 @@ def test_tokens_without_queries_are_remembered_too():
     torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("plan", [FULL, SCAN.never_exact()], ids=str)
+def test_tokens_wait_for_their_queries_while_the_stream_is_read(plan, tmp_path):
+    """The file has them without queries."""
+    (q, k, v), mask = SHAPES[0].draw(), torch.ones(2, 150, dtype=torch.bool)
+    mask[0, :7] = False
+    stream, other = fk.stream(plan), fk.stream(plan)
+    for one in (stream, other):
+        one.append(k[:, :, :100], v[:, :, :100], mask[:, :100])
+    want = copy.deepcopy(stream).attend(q[:, :, :100])
+    assert stream.is_padded
+    assert torch.equal(stream.key_mask(), mask[:, :100])
+    stream.save(tmp_path / "stream")
+    stream.crop(100)
+    with pytest.raises(ValueError, match=r"^length: expected 0 to 100"):
+        stream.crop(101)
+    assert torch.equal(stream.attend(q[:, :, :100]), want)
+    for one in (other, loaded := Stream.load(tmp_path / "stream")):
+        one.append(k[:, :, 100:], v[:, :, 100:])
+    assert torch.equal(loaded.attend(q[:, :, 100:]), other.attend(q[:, :, 100:]))
+
+
 class StopAt(TorchDispatchMode):
     """Counts the operations of torch, and interrupts one of them."""
 

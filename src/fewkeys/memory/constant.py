@@ -103,7 +103,6 @@ class Constant(Fields):
 
     @property
     def fewest(self) -> int:
-        """The smallest number of tokens, beside 0, that `crop` can leave."""
         return self.before[0].moved if self.before else self.state.moved
 
     def extend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -97,7 +98,8 @@ class Stream:
     @property
     def is_padded(self) -> bool:
         """Whether any token so far is padding."""
-        return any(group.gaps for group in self._groups)
+        waiting = None if self._pending is None else self._pending.real
+        return waiting is not None or any(group.gaps for group in self._groups)
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
@@ -146,12 +148,13 @@ class Stream:
 
     def key_mask(self) -> Tensor:
         """The `key_mask` (B, N) of all tokens so far."""
-        self._flush_pending()
         batch, device = (0, None) if self._kind is None else (self._kind.batch, self._kind.device)
         real = torch.ones(batch, self.length, dtype=torch.bool, device=device)
         for group in self._groups:
             for start, stop in group.gaps:
                 real[group.rows, start:stop] = False
+        if self._pending is not None and self._pending.real is not None:
+            real[:, self._processed :] = self._pending.real
         return real
 
     def select(self, index: Tensor) -> None:
@@ -181,9 +184,10 @@ class Stream:
 
     def check_crop(self, length: int, name: str = "length") -> None:
         """Raise what `crop` would raise. `name`: of the argument in the message."""
-        self._flush_pending()
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"{name}: expected 0 to {self.length}, the tokens seen, got {length}")
+        if length < self.length:
+            self._flush_pending()
         for group in self._groups:
             if 0 < real_tokens(group.gaps, length) < group.memory.fewest:
                 raise ValueError(
@@ -215,8 +219,10 @@ class Stream:
             ) from None
 
     def contents(self) -> files.Contents:
-        """What `save` writes."""
-        self._flush_pending()
+        """What `save` writes. In the file, tokens that wait for their queries are without."""
+        if self._pending is not None:
+            (taken := copy.deepcopy(self))._flush_pending()
+            return taken.contents()
         facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
         groups = []
         tensors: dict[str, Tensor] = {}
