@@ -525,6 +525,17 @@ def test_a_first_call_that_stopped_midway_can_be_removed():
     close(logits(model, ids, [60], cache), want)
 
 
+@torch.no_grad()
+def test_a_mask_that_is_refused_adds_no_token():
+    """By the attention of the first layer, after the cache had seen its keys: the right mask is taken then."""
+    model, ids = llama(), tokens(2, 30)
+    cache, other = fk.cache(model, FEW), fk.cache(model, FEW)
+    for part in (ids[:, :20], ids[:, 20:]):
+        with pytest.raises(ValueError, match=r"^attention_mask: expected padding of shape"):
+            model(part, attention_mask=torch.zeros(2, 1, *part.shape), past_key_values=cache)
+        close(logits(model, part, [part.shape[1]], cache), logits(model, part, [part.shape[1]], other))
+
+
 def test_sequences_are_repeated_and_selected():
     model, ids = llama(), tokens(2, 30)
     one, other = fk.cache(model, FEW), fk.cache(model, FEW)

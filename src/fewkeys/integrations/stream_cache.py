@@ -159,14 +159,13 @@ class StreamCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == 0:  # of a model that has made no mask
             self._check_lengths()
-        layer, before = self.layers[layer_idx], self.layers[layer_idx - 1]
-        config = layer.config()
+        config = self.layers[layer_idx].config()
         if not self._attached.alive or config is None or config._attn_implementation != NAME:
             raise ValueError(
                 "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
                 "attention implementation set since; make another"
             )
-        if layer.is_waiting or before.is_waiting:
+        if self.layers[layer_idx - 1].is_waiting:
             raise ValueError(
                 "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
                 "with the model it was made for"
