@@ -269,8 +269,9 @@ def test_tokens_without_queries_are_remembered_too():
 
 @pytest.mark.parametrize("plan", [FULL, SCAN.never_exact()], ids=str)
 def test_tokens_wait_for_their_queries_while_the_stream_is_read(plan, tmp_path):
-    """The file has them without queries."""
+    """Without their graph; the file has them without queries."""
     (q, k, v), mask = SHAPES[0].draw(), torch.ones(2, 150, dtype=torch.bool)
+    k.requires_grad_()
     mask[0, :7] = False
     stream, other = fk.stream(plan), fk.stream(plan)
     for one in (stream, other):

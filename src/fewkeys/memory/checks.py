@@ -54,7 +54,7 @@ class NewTokens(NamedTuple):
 
 def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> NewTokens:
     """Copies of tokens, `widened`. `ValueError` unless keys and values match each other and the tokens `before`."""
-    k, v = (widened(lowered(check_tensor(name, rows))) for name, rows in (("key", key), ("value", value)))
+    k, v = (widened(lowered(check_tensor(name, rows).detach())) for name, rows in (("key", key), ("value", value)))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
             f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "
