@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -206,7 +205,7 @@ class Stream:
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
         """The stream that `save` wrote. `ValueError` for a damaged file or another kind of file."""
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
             ((facts, tensors),) = files.read(path, "stream")
@@ -296,7 +295,6 @@ class Stream:
             )
             memory = _memory_class(rules.plan).begin(rules, key, value)
             self._groups.append(Group(number, torch.tensor(heads, device=kind.device), rows, (), memory))
-        self._kind = kind
 
     @full_precision()
     @torch.no_grad()
