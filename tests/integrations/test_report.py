@@ -314,6 +314,11 @@ def test_a_ratio_of_times_may_be_zero():
     assert crossing([(512, 0.0), (1024, 2.0)]) == pytest.approx(1024, rel=1e-2)
 
 
+def test_a_plan_that_falls_behind_again_is_not_called_faster():
+    assert crossing([(512, 0.8), (1024, 1.2), (2048, 0.9)]) is None
+    assert 2048 < crossing([(512, 0.8), (1024, 1.2), (2048, 0.9), (4096, 1.2)]) < 4096
+
+
 def test_the_title_names_model_and_size_without_folders():
     assert title(report()) == "tiny-model · 3 sequences × 64 tokens · 2 layers × 2 heads"
     assert title(replace(report(), tokens=100)) == "tiny-model · 3 sequences, 100 tokens · 2 layers × 2 heads"

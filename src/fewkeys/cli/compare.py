@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver, to_reader
+from fewkeys.cli.files import deliver, printable, to_reader
 from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, named_path
 from fewkeys.cli.progress import progress
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
     inputs.prepare(arguments, *(["matplotlib"] if arguments.out else []))
-    user_plans = {folder.absolute().name: inputs.open_plan(folder) for folder in arguments.plan}
+    user_plans = {printable(folder.absolute().name): inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:

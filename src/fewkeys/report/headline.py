@@ -36,9 +36,13 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length, by logarithms, at which a ratio rises to 1, from (length, ratio) in order; None if it does not."""
-    for (length, ratio), (longer, higher) in pairwise(points):
-        if ratio < 1 <= higher:
+    """The length, by logarithms, from which a ratio stays at least 1, given (length, ratio) in order; None if that is
+    none of them, or all.
+    """
+    for (length, ratio), (longer, higher) in reversed(list(pairwise(points))):
+        if higher < 1:
+            break
+        if ratio < 1:
             below = max(ratio, sys.float_info.min)
             return float(length * (longer / length) ** (-math.log(below) / math.log(higher / below)))
     return None
