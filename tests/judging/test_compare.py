@@ -281,6 +281,10 @@ def test_plans_come_as_list_mapping_or_budgets(capture):
     assert [(r.name, r.budget) for r in actual.rows] == [("a", 5), ("a", 6)]
     assert actual.settings["budgets"] == [5, 6]
     assert fk.Plan.from_dict(actual.rows[0].config) == plan
+    tuned = [fk.ModelPlan(((fk.Plan(fk.Window(count)),),) * capture.layers) for count in (3, 5)]
+    assert len(compare(capture, [tuned[0], tuned[0]]).rows) == 1
+    with pytest.raises(ValueError, match="plans: expected different names, got two of 1 plan over"):
+        compare(capture, tuned)
 
 
 def test_timings_are_of_both_and_in_the_report(report):

@@ -109,6 +109,8 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     if isinstance(plans, Plan | ModelPlan):
         plans = [plans]
     by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
+    if by_name is not plans and any(by_name[str(plan)] != plan for plan in plans):
+        raise ValueError(f"plans: expected different names, got two of {', '.join(by_name)}; pass a mapping of names")
     is_by_budget = isinstance(plans, Mapping) and all(isinstance(rows, Mapping) for rows in plans.values())
     by_budget = by_name if is_by_budget else {None: by_name}
     entries: list[Entry] = []
