@@ -236,6 +236,8 @@ def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
         out.append(json.loads(shown))
     assert [actual["settings"]["text"] for actual in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
     assert out[0]["rows"][3]["error"] == out[1]["rows"][3]["error"] == out[2]["rows"][3]["error"]
+    monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
+    refused(run(text="-"), "--text", "empty")
     whole = gzip.compress(TEXT.encode())
     for damaged in (b"no zip", whole[:-9], whole[:10] + b"\xff" + whole[11:]):
         zipped.write_bytes(damaged)

@@ -176,7 +176,7 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
     texts = []
     for path in paths:
         try:
-            data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            data = path.read_bytes() if str(path) != "-" else sys.stdin.buffer.read() if sys.stdin else b""
             texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
