@@ -539,9 +539,13 @@ def test_a_full_disk_is_one_line(run, tmp_path, monkeypatch, command):
 
 def test_names_that_are_not_utf8_can_be_reported(run, words):
     """A page and JSON hold text."""
-    odd = words.rename(words.with_name(os.fsdecode(b"caf\xe9.txt")))
-    assert run(text=odd, out=words.parent / "out", slots=4)[0] == 0
-    assert Report.load(words.parent / "out" / "results.json").settings["text"] == [r"caf\xe9.txt"]
+    odd, plan = words.rename(words.with_name(os.fsdecode(b"caf\xe9.txt"))), words.with_name(os.fsdecode(b"plan\xe9"))
+    fk.Plan(fk.Window(5)).save_pretrained(plan)
+    assert run(text=odd, out=words.parent / "out", slots=4, plan=plan)[0] == 0
+    report = Report.load(words.parent / "out" / "results.json")
+    assert report.settings["text"] == [r"caf\xe9.txt"]
+    assert report.row(r"plan\xe9").slots < 5
+    refused(run("capture", text=odd, out=plan.with_name(os.fsdecode(b"\xe9"))), "--out: expected a name in UTF-8")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import STAGED, deliver, publish
+from fewkeys.cli.files import STAGED, deliver, printable, publish
 from fewkeys.cli.options import add_common, add_inputs
 from fewkeys.cli.progress import progress
 from fewkeys.core.files import write_json
@@ -19,6 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     inputs.prepare(arguments)
     out: Path = arguments.out
+    if printable(out) != str(out):
+        raise ValueError(f"--out: expected a name in UTF-8, which safetensors needs, got {printable(out)}; use another")
     if out.exists() and not all(path.name.startswith(STAGED) for path in out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
     from fewkeys.captures.capture import INDEX
