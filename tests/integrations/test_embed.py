@@ -471,11 +471,13 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(decoder)
     encoders.tokenizer().save_pretrained(decoder)
     by_one = encoders.save_encoder(tmp_path / "cls", encoders.bert(), pooling="cls")
+    fk.budget(8, is_causal=True).save_pretrained(tmp_path / "causal")
     file = folder / "sub" / "marked.txt"
     for model, options, message in (
         (tmp_path / "absent", [], "--model: expected a model folder or a hub id"),
         (wrong, [], "is not a model folder (it has no config.json)"),
         (short, ["--plan", wrong], "--plan: expected one plan for each of 2 attention layers, got 3"),
+        (short, ["--plan", tmp_path / "causal"], "--plan: the plan was made for causal attention"),
         (by_one, ["--chunk", 5], "--chunk: expected an encoder that pools by mean"),
         (decoder, [], "--model: expected a model that makes embeddings, got "),
     ):

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         unfinished = {key: text for key, text in left.items() if text.spans}
         of_plan = "--model" if arguments.plan is None else "--plan"
         try:
-            with inputs.named_as_options(compile="--compile", plan=of_plan, chunks="--chunk"):
+            with inputs.named_as_options(compile="--compile", plan=of_plan, chunks="--chunk", is_causal=of_plan):
                 if arguments.compile:
                     embed.compile_model(encoder)
                 for part, part_rows in _embedded(encoder, plan, unfinished, settings, step):
