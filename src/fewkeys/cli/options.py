@@ -1,6 +1,5 @@
 """Options that several commands share, and numbers as command-line options."""
 
-import math
 import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
@@ -61,9 +60,8 @@ def whole(least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
     return _reader(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
-def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]:
-    limits = f"> {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
-    return _reader(float, lambda value: above < value <= most and value < math.inf, f"a number {limits}")
+def number(above: float = 0.0, most: float = 1.0) -> Callable[[str], float]:
+    return _reader(float, lambda value: above < value <= most, f"a number in ({above:g}, {most:g}]")
 
 
 def _reader(read: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
