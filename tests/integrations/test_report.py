@@ -23,7 +23,7 @@ from fewkeys.judge.standard import OURS, standard_plans
 from fewkeys.report import print_table, save_figure
 from fewkeys.report.figure import LOOKS
 from fewkeys.report.headline import crossing, headline
-from fewkeys.report.table import advice, title
+from fewkeys.report.table import advice, cells, title
 
 
 def row(name="window", budget=16, kind="method", slots=16.0, error=0.5, **more):
@@ -279,6 +279,17 @@ def test_the_headline_says_from_where_on_which_plan_is_faster(series, sentence):
     assert "ms at 8,192" in text
     assert "speed" not in text
     assert Report.from_dict(result.to_dict()) == result
+
+
+def test_a_plan_of_other_weights_has_its_own_times():
+    """It keeps every key, as exact attention does."""
+    result = timed((64, 0.1, (0.5, 2.0, 3.0)))
+    rows = [*result.rows, row("entmax", None, "exact")]
+    times = [*result.whole_times, WholeTime("entmax", None, 8192, 3, 777.0, 180.0)]
+    actual = {
+        cell["plan"].rstrip(" *"): cell["ms at 8,192"] for cell in cells(replace(result, rows=rows, whole_times=times))
+    }
+    assert actual == {"exact": "180", OURS: "60", "entmax": "777"}
 
 
 def test_the_headline_says_that_other_programs_ran():

@@ -141,7 +141,6 @@ def _cells(report: Report, row: Row) -> dict[str, str]:
     }
     if not report.whole_times:
         return shown | {"ms": f"{row.ms:.1f}", "speed": f"{row.exact_ms / row.ms:.2f}×"}
-    times = {item.length: item.ms for item in report.times_of(row)}
-    if row.kind == "exact":
-        times = {item.length: item.exact_ms for item in report.whole_times}
+    times = {item.length: item.exact_ms for item in report.whole_times if row.kind == "exact"}
+    times |= {item.length: item.ms for item in report.times_of(row)}
     return shown | {AT.format(n): f"{times[n]:,.0f}" if n in times else "-" for n in lengths(report)}
