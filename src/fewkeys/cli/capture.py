@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     inputs.prepare(arguments)
     out: Path = arguments.out
     if printable(out) != str(out):
-        raise ValueError(f"--out: expected a name in UTF-8, which safetensors needs, got {printable(out)}; use another")
+        raise ValueError(f"--out: expected a name in UTF-8, as safetensors does, got {printable(out)}; rename it")
     if out.exists() and not all(path.name.startswith(STAGED) for path in out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
     from fewkeys.captures.capture import INDEX

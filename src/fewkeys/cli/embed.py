@@ -259,8 +259,7 @@ def _counted(number: int, noun: str) -> str:
 def _show(facts: dict[str, Any], table: dict[str, Any]) -> None:
     if skipped := facts["skipped"]:
         lines = [f"{name} {reason}" for name, reason in skipped.items()]
-        count = f"{_counted(len(lines), 'file')} {'was' if len(lines) == 1 else 'were'}"
-        print("\n  ".join([f"fewkeys: note: {count} left out:", *lines]), file=sys.stderr)
+        print("\n  ".join([f"fewkeys: note: {_counted(len(lines), 'file')} left out:", *lines]), file=sys.stderr)
     vectors, width = facts["vectors"]
     again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
     print(

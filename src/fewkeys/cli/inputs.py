@@ -84,8 +84,7 @@ def need(*modules: str) -> None:
         return
     extras = {EXTRAS[name] for name in missing}
     extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
-    verb = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
-    raise ValueError(f"{', '.join(missing)} {verb} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
+    raise ValueError(f"not installed: {', '.join(missing)}; pip install 'fewkeys[{','.join(sorted(extras))}]'")
 
 
 def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = None) -> Opened:

@@ -83,7 +83,7 @@ def compare(
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
-    if model is not None and batches is not None:
+    if batches is not None:
         judge_model(model, batches, running, seed, impl, lambda sequences: count(sequences, "whole model"))
     count(total, "done")
     lengths: list[int] = []
@@ -110,7 +110,7 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
         plans = [plans]
     by_name: Any = plans if isinstance(plans, Mapping) else {str(plan): plan for plan in plans}
     if by_name is not plans and any(by_name[str(plan)] != plan for plan in plans):
-        raise ValueError(f"plans: expected different names, got two of {', '.join(by_name)}; pass a mapping of names")
+        raise ValueError(f"plans: expected different names, got two of {', '.join(by_name)}; pass a mapping")
     is_by_budget = isinstance(plans, Mapping) and all(isinstance(rows, Mapping) for rows in plans.values())
     by_budget = by_name if is_by_budget else {None: by_name}
     entries: list[Entry] = []
@@ -189,7 +189,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         mass=float(mass.mean()),
         recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
         **vars(entry.effect),
-        ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # exact attention is as fast as it is
+        ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # a speed of 1
         exact_ms=median(entry.exact_ms),
         per_layer={
             "error": error.mean(1).tolist(),

@@ -59,7 +59,7 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
     group = query.shape[1] // key.shape[1]
     most, size = BLOCK if most is None else most, query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], most // size))
-    rows = 1 if mask is not None or query_mask is not None or heads < key.shape[1] else max(1, most // (size * heads))
+    rows = 1 if mask is not None or query_mask is not None else max(1, most // (size * heads))
     for b in range(0, query.shape[0], rows):
         q, k, v = (x[b : b + rows] for x in (query, key, value))
         if mask is not None:

@@ -152,5 +152,5 @@ def _mask(block: Block) -> Tensor | None:
     seen = visible(x, 0, x.queries)
     if x.bias is not None:
         return x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype).masked_fill(~seen, -torch.inf)
-    # The fused causal kernel requires that query 0 stands at key 0.
+    # The fused causal kernel needs query 0 at key 0.
     return seen if x.is_causal and x.offset else None

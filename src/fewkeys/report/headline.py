@@ -36,9 +36,7 @@ def recommended(report: Report) -> Row | None:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """The length, by logarithms, from which a ratio stays at least 1, given (length, ratio) in order; None if that is
-    none of them, or all.
-    """
+    """The length, by logarithms, at which a ratio rises to 1 for good, given (length, ratio) in order, or None."""
     for (length, ratio), (longer, higher) in reversed(list(pairwise(points))):
         if higher < 1:
             break

@@ -71,8 +71,7 @@ def _save_error(rows: Sequence[Timing], path: Path, title: str) -> None:
     Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line.
     """
     length = max(row.length for row in rows)
-    heading = f"Error against time at {length:,} tokens"
-    figure, (axes,) = sheet(heading, f"{title}; numbers are slots per query", names=1.5)
+    figure, (axes,) = sheet(f"Error against time at {length:,} tokens", f"{title}; numbers: slots per query", names=1.5)
     last = sorted((row for row in rows if row.length == length), key=lambda row: row.ms)
     exact = next(row.ms for row in last if row.name == "exact")
     lines: dict[str, list[tuple[float, float]]] = {}
