@@ -103,6 +103,16 @@ def test_ties_at_eps_are_entries(seed, copies, d, power):
     assert len(actual) == 30 * d * copies
 
 
+@pytest.mark.parametrize("power", [60.0, 62.0, 500.0, 1000.0])
+def test_high_powers_do_not_underflow(power):
+    """`q^p G` would be subnormal, and few bits of it right."""
+    g = torch.Generator().manual_seed(2)
+    q, k = (0.6 + torch.rand(1, 1, n, 1, generator=g, dtype=torch.float64) / 9 for n in (300, 60))
+    entries = (power * (q @ k.mT).log()).softmax(-1)
+    expected = entries.where(entries >= 0.01, 0.0)
+    torch.testing.assert_close(heavy_entries(q, k, 0.01, power).to_coo().to_dense(), expected)
+
+
 @pytest.mark.parametrize("copies", [2, 4])
 def test_ties_are_not_left_to_the_rounding_of_the_gram_matrix(copies):
     """The formula gives exactly 1 / copies here; `q^2 G` rounds to either side of `q^2 k^2 copies`."""

@@ -128,7 +128,8 @@ def test_bad_input_is_named():
     sketch = sketched(k, 2, 0.1)
     refusals = {
         r"eps: expected a finite number": lambda: KeySketch(1.0),
-        r"power: expected an even number, got 3.0": lambda: KeySketch(0.1, 3.0),
+        r"power: expected an even number up to 60, got 3.0": lambda: KeySketch(0.1, 3.0),
+        r"power: expected an even number up to 60, got 62": lambda: KeySketch(0.1, 62),
         r"power: expected at most 2500 monomials, got 46376": lambda: KeySketch(0.1, 8).update(torch.ones(1, 1, 2, 31)),
         r"keys: expected \(batch, heads, dim\) = \(1, 2, 6\)": lambda: sketch.update(k[..., :5]),
         r"keys: expected \(batch, heads, dim\) = .* in torch.float64 .* got .*float32": lambda: sketch.update(

@@ -63,6 +63,18 @@ def test_no_random_query_finds_an_entry_outside(power):
         assert not ((entries >= 0.1) & ~universal_set(k, 0.1, power).unsqueeze(2)).any()
 
 
+@pytest.mark.parametrize("power", [30.0, 60.0, 62.0, 300.0, 1000.0])
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_high_powers_do_not_underflow(power, d):
+    """`(1 / sqrt(n))^p` is zero in float64, but no entry is."""
+    k = torch.randn(1, 1, 3000, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q = torch.cat([k[:, :, :100], k[:, :, k[0, 0].norm(dim=-1).topk(9).indices]], 2)
+    entries = (power * (q @ k.mT).abs().log()).softmax(-1)
+    needed = (entries >= 0.1).any(2)
+    assert needed.any()
+    assert not (needed & ~universal_set(k, 0.1, power)).any()
+
+
 @pytest.mark.parametrize("power", [0.5, 1.0, 1.9, 2.5, 3.0, 4.0, 5.0, 7.5, 12.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fixed_point_is_reached(kind, power, monkeypatch):

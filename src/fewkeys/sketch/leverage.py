@@ -29,8 +29,8 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
     """Upper bounds on the l_p sensitivity `sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p` of every key, p = `power`.
 
     power = 2: the sensitivity itself, the leverage score; the sum per head is r = rank(K). Other powers: Lewis
-    weights, sum at most `(1 + 1e-6 max(1, p/2)) r^max(1, p/2)`. Even powers, while the symmetric tensor powers have
-    at most 2500 columns: also their leverage scores, sum at most `C(r + p/2 - 1, p/2)`; the smaller bound counts.
+    weights, sum at most `(1 + 1e-6 max(1, p/2)) r^max(1, p/2)`. Even powers up to 60, while the symmetric tensor powers
+    have at most 2500 columns: also their leverage scores, sum at most `C(r + p/2 - 1, p/2)`; the smaller bound counts.
     Proofs: docs/levattention.md.
 
     Args:

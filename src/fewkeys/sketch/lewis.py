@@ -50,8 +50,8 @@ class Lewis:
 def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Tensor:
     """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D), zero for zero rows.
 
-    For even powers whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both bounds above.
-    `rows` are those of this process, possibly none.
+    For even powers up to 60 whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both
+    bounds above. `rows` are those of this process, possibly none.
     """
     rows, degree = _in_units(rows, totals), even_degree(power)
     if degree == 1:

@@ -52,7 +52,7 @@ class KeySketch:
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
-        power: an even power; m is the number of monomials of degree power / 2 (D for 2).
+        power: an even power up to 60; m is the number of monomials of degree power / 2 (D for 2).
 
     Memory per head: m^2 float64 numbers and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and O(m^3 / eps)
     each time that as many keys as are kept, at least 4096, have come. Directions in which the keys are below about 1e-7
@@ -69,7 +69,7 @@ class KeySketch:
         self.power = check_real("power", power, above=0.0)
         self._degree = even_degree(self.power)
         if not self._degree:
-            raise ValueError(f"power: expected an even number, got {power}; use universal_set for keys held in memory")
+            raise ValueError(f"power: expected an even number up to 60, got {power}; use universal_set")
         self.count = 0
         """The number of keys seen, per head."""
         self._limit = 2 * BLOCK

@@ -70,7 +70,7 @@ def heavy_entries(
     Returns:
         `HeavyEntries`, values in float64 for float64 input and float32 otherwise. No gradient.
 
-        Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
+        Cost for even p <= 60 with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, with
         `|U| <= d^(p/2) / (0.9 eps)` candidates; O(n d) for each query that is answered directly. Other p, and too few
         queries for a Gram matrix: `O(n n_q d)`. Memory: blocks of fixed size and the answer; for p > 2 also O(n d) for
         one head in float64.
