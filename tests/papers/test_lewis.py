@@ -166,9 +166,18 @@ def test_float32_keeps_the_guarantee(kind):
     torch.testing.assert_close(leverage_scores(k).double(), exact, rtol=1e-2, atol=1e-3)
 
 
-def test_a_large_offset_hides_no_key_in_float32():
+@pytest.mark.parametrize("n", [300, 5000])
+def test_rounding_is_no_direction_of_its_own(n):
+    g = torch.Generator().manual_seed(8)
+    k = torch.randn(24, 2, n, 1, generator=g, dtype=torch.float64) * torch.randn(24, 2, 1, 2, generator=g).double()
+    torch.testing.assert_close(leverage_scores(k).sum(-1), torch.ones(24, 2, dtype=k.dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2**-6, 2**-12])
+def test_a_large_offset_hides_no_key_in_float32(size):
     """The spread of the keys is 1/1000 of their mean: float32 alone would take it for rounding."""
     k = (keys("plain") + 1000).float()
+    k[..., 0] *= size  # which changes no score
     torch.testing.assert_close(leverage_scores(k).double(), leverage_scores(k.double()), rtol=1e-4, atol=1e-5)
 
 

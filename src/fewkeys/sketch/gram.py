@@ -30,7 +30,7 @@ def cholesky_whitener(matrix: Tensor) -> Tensor | None:
     factor, info = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     floor = 100 * size * torch.finfo(matrix.dtype).eps
-    if not bool(((info == 0) & (pivots.amin(-1) > floor * pivots.amax(-1))).all()):
+    if not bool(((info == 0) & (pivots > floor * matrix.diagonal(dim1=-2, dim2=-1)).all(-1)).all()):
         return None
     return inverse_of(factor)
 
@@ -90,7 +90,7 @@ def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         return root / scale
     values, vectors = torch.linalg.eigh(matrix)
     info = torch.finfo(matrix.dtype)
-    floor = max((4 * torch.finfo(working_dtype(dtype)).eps) ** 2, matrix.shape[-1] * info.eps)
+    floor = max((4 * torch.finfo(working_dtype(dtype)).eps) ** 2, (matrix.shape[-1] + 8) * info.eps)
     keep = values > floor * values.amax(-1, keepdim=True).clamp_min(info.tiny)
     inverse = torch.where(keep, values.clamp_min(info.tiny).rsqrt(), 0.0)
     return torch.mul(vectors, inverse.unsqueeze(-2)) / scale

@@ -38,8 +38,9 @@ def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
         power: p > 0.
 
     Returns:
-        (B, H, N), in [0, 1], float64 for float64 input, else float32. Cost O(N D^2) for power 2, O(N D^2) a step (3 to
-        60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor powers of m columns.
+        (B, H, N), in [0, 1], float64 for float64 input, else float32, rounded by up to some percent for power 2.
+        Cost O(N D^2) for power 2, O(N D^2) a step (3 to 60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor
+        powers of m columns.
 
     Raises:
         TypeError, ValueError: `key` is not a finite floating tensor of rank 4, `power` is not positive.
