@@ -345,6 +345,12 @@ def what_is_not_supported_is_said(rank, world):
     forgets = fk.budget(64, is_causal=True, memory="constant")
     raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=forgets.keep, rest=forgets.rest, is_causal=True))
     scan = fk.KeyScan(3)
+    # Their statistics would be those of this rank's queries.
+    beside = "keep: expected Window, Sinks or a rule that scores keys beside KeyScan"
+    raises(ValueError, beside, lambda: fkd.attention(q, k, v, keep=scan | fk.Outliers(3, 2)))
+    few = [shard(tensor, rank, world, "empty") for tensor in problem()]
+    future = "is_causal: KeyScan(count=3) | Leverage(count=None, eps=0.2"
+    raises(ValueError, future, lambda: fkd.attention(*few, keep=scan | fk.select.Leverage(eps=0.2), is_causal=True))
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=scan, is_causal=True))
     flag = "is_causal: expected True or False"
     raises(TypeError, flag, lambda: fkd.attention(q, k, v, keep=scan, is_causal="False"))

@@ -89,8 +89,9 @@ def attention(
                 f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
                 "fewkeys.budget(slots, is_causal=True)"
             )
-        rule = None if plan.scanned else cohorts.lists(plan) or _rule(plan)
+        rule = cohorts.lists(plan) or _rule(plan)
         inputs = _check(comm, query, key, value, is_causal, scale)
+        plan.check(inputs)
         if (is_causal or cohorts.band(plan)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
@@ -141,8 +142,12 @@ def _by_scan(inputs: Inputs, plan: Plan, tokens: Sequence[int], comm: Communicat
     return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, offset), plan)
 
 
-def _rule(plan: Plan) -> Sharded:
-    """The rule of a plan with one part, which scores keys."""
+def _rule(plan: Plan) -> Sharded | None:
+    """The rule of a plan with one part, which scores keys; None for a scan: no rule beside it may look at queries."""
+    if plan.scanned:
+        if not all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
+            raise ValueError(f"keep: expected Window, Sinks or a rule that scores keys beside KeyScan, got {plan.keep}")
+        return None
     rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
     if rule is None:
         raise ValueError(
