@@ -94,6 +94,16 @@ def test_merged_sketches_are_the_sketch_of_the_whole(kind):
     assert torch.equal(total.universal_set().to_mask(), universal_set(torch.cat([k, k], 2), 0.05))
 
 
+@pytest.mark.parametrize("power", [2.0, 4.0, 8.0])
+def test_weak_directions_down_to_the_stated_size_count(power):
+    """In its direction the last key has all attention."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 500, 3, generator=g, dtype=torch.float64)
+    k[..., 2], k[:, :, -1] = 0, torch.tensor([0, 0, 30 * 1e-7 ** (2 / power)])
+    k = k @ torch.linalg.qr(torch.randn(3, 3, generator=g, dtype=k.dtype)).Q
+    assert sketched(k, 3, 0.1, power).universal_set().to_mask()[0, 0, -1]
+
+
 @pytest.mark.parametrize("power", [2.0, 4.0])
 @pytest.mark.parametrize("size", [1e-310, 1e-170, 1e160, 3e307])
 def test_sizes_of_keys_do_not_matter(size, power):
