@@ -112,12 +112,10 @@ class Numerators(NamedTuple):
 class Estimated(Normaliser):
     """Normalisers by a sketch: `|F phi(q)|^2` where `matrix` is a factor F (R, m) of fewer than m rows."""
 
-    def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, features: Tensor) -> Tensor:
         if len(self.matrix) >= len(self.size):
-            return super().__call__(query)
-        features = tensor_features(query, self.degree)
-        norm = (features @ self.matrix.mT).square().sum(-1)
-        return norm, (features.abs() @ self.size).square() / norm
+            return super().of(features)
+        return (features @ self.matrix.mT).square().sum(-1)
 
 
 Parts = tuple[Normaliser, Tensor, Numerators | None]
@@ -210,17 +208,17 @@ def _candidates(
     keys: ScaledKeys, form: Normaliser, eps: float, error: float, delta: float, generator: torch.Generator
 ) -> Tensor:
     """As in the header; f is half the error if the normaliser is sketched."""
-    change = basis(form)
+    root, rounding = basis(form)
     stretch, failure = (1 + error / 2, delta / 2) if isinstance(form, Estimated) else (1.0, delta)
     low, least = (1 - error) * stretch, MARGIN * eps / stretch  # low: 1 - h
     columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / failure) / (low - 1 - math.log(low)))
     if columns >= keys.dim:
-        return at_least(keys, change.key, change.rounding, least)
-    mix = normal((keys.dim, columns), change.key, generator) / math.sqrt(columns)
+        return at_least(keys, root, rounding, least)
+    mix = normal((keys.dim, columns), root, generator) / math.sqrt(columns)
     # The mix may magnify rounding, and estimates may be low.
-    rounding = change.rounding * float(torch.linalg.matrix_norm(mix, 2)) / math.sqrt(low)
-    chosen = at_least(keys, change.key @ mix, rounding, low * least)
-    return chosen[(keys.rows(chosen) @ change.key).square().sum(-1) >= least]
+    rounding = rounding * float(torch.linalg.matrix_norm(mix, 2)) / math.sqrt(low)
+    chosen = at_least(keys, root @ mix, rounding, low * least)
+    return chosen[(keys.rows(chosen) @ root).square().sum(-1) >= least]
 
 
 def _numerators(
@@ -232,7 +230,8 @@ def _numerators(
     columns = math.ceil(2.2 / (sketch.failure * sketch.numerators**2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None
-    change = basis(form)
-    eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
+    root, _ = basis(form)
+    eye = torch.eye(keys.dim, dtype=root.dtype, device=root.device)
     spread = CountSketch().apply(iter([eye]), columns, generator).mT
-    return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))
+    # `k root` and `q root^-T` have the product of k and q.
+    return Numerators(torch.linalg.inv(root).mT @ spread, keys.rows(chosen) @ (root @ spread))

@@ -225,7 +225,7 @@ def test_numerators_err_as_rarely_as_promised():
     k = normal(300, 64) * torch.rand(300, 1, generator=generator(1)).double() ** -1
     q = torch.cat([normal(100, 64, seed=2), worst(k)[:100], k[:100]])
     scale = ScaledKeys(k, 2.0)
-    norm = exact_form(scale, 1)(q)[0].sqrt()[:, None]
+    norm = exact_form(scale, 1).of(q).sqrt()[:, None]
     misses, bias = [], 0.0
     for seed in range(30):
         _, chosen, parts = sketched.sketched_parts(sketch, 300, 1, scale, 0.05, 2.0, generator(seed))

@@ -56,7 +56,7 @@ def attention(
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys` (drawn with seed 0), alone; or `Outliers`, with or without a
             `Window`; or `KeyScan`, for which every rank gathers all keys and values.
-        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; what may stand beside `KeyScan`.
+        rest: `Drop()`, the default; `ClusterMeans` beside `Outliers`; `BlockMeans` beside `KeyScan`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees itself and the tokens before it on all ranks. Needs `KeyScan`.
         group: as in `leverage_scores`.
@@ -138,12 +138,11 @@ def _by_scan(inputs: Inputs, plan: Plan, tokens: Sequence[int], comm: Communicat
     if not inputs.queries:
         return no_output(inputs, [rows])
     key, value = rows.to(inputs.key.dtype).split([inputs.head_dim, inputs.value_dim], -1)
-    offset = inputs.whole.first_query
-    return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, offset), plan)
+    return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, inputs.whole.first_query), plan)
 
 
 def _rule(plan: Plan) -> Sharded | None:
-    """The rule of a plan with one part, which scores keys; None for a scan: no rule beside it may look at queries."""
+    """The rule of a plan with one part, which scores keys; None for a scan: rules beside it read no queries."""
     if plan.scanned:
         if not all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
             raise ValueError(f"keep: expected Window, Sinks or a rule that scores keys beside KeyScan, got {plan.keep}")

@@ -15,7 +15,7 @@ from torch import Tensor
 MAX_WIDTH = 2500
 """The widest features worth a Gram matrix: d = 64 has 2080 at degree 2, 45760 at degree 3."""
 MAX_DEGREE = 30
-"""The squares of higher powers may leave the range of float64."""
+"""Squares of higher powers may leave the range of float64."""
 
 
 def width(size: int, degree: int) -> int:
@@ -24,7 +24,7 @@ def width(size: int, degree: int) -> int:
 
 
 def even_degree(power: float) -> int:
-    """`power / 2` where that is an integer from 1 to `MAX_DEGREE`, else 0."""
+    """`power / 2` if that is an integer up to `MAX_DEGREE`, else 0."""
     return int(power) // 2 if power % 2 == 0 and power <= 2 * MAX_DEGREE else 0
 
 

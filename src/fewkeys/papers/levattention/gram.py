@@ -35,15 +35,14 @@ class Normaliser:
     gamma: float
     degree: int
 
-    def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalisers and ratios (M,) of queries (M, D); both may be 0, and nan stands for 0 / 0."""
-        features = tensor_features(query, self.degree)
-        norm = ((features @ self.matrix) * features).sum(-1)
-        return norm, (features.abs() @ self.size).square() / norm
+    def of(self, features: Tensor) -> Tensor:
+        return ((features @ self.matrix) * features).sum(-1)
 
     def trusted(self, query: Tensor, eps: float, power: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalisers (M,), the relative rounding of an entry of `eps`, and which queries are trusted."""
-        norm, ratio = self(query)
+        """Normalisers (M,), the relative rounding of an entry of `eps`, which queries (M, D) are trusted."""
+        features = tensor_features(query, self.degree)
+        norm = self.of(features)
+        ratio = (features.abs() @ self.size).square() / norm  # nan for 0 / 0
         # The second term is the rounding of the score, `D u sum_a |q_a k_ja|`.
         unit = torch.finfo(torch.float64).eps
         doubt = self.gamma * ratio + 2 * power * query.shape[1] * unit * (ratio / eps) ** (1 / power)
@@ -65,26 +64,14 @@ def rounding_of(total: int, block: int, columns: int) -> float:
     return (block + total / block + 4 * columns) * torch.finfo(torch.float64).eps
 
 
-@dataclass(frozen=True, eq=False)
-class Basis:
-    """Coordinates `k key`, `q query` in which `G + ridge D^2` is the identity; they keep `<q, k>`.
-
-    `rounding`: relative, of `|k key|` in float32.
-    """
-
-    key: Tensor
-    query: Tensor
-    rounding: float
-
-
-def basis(form: Normaliser) -> Basis:
-    """The basis of a normaliser of degree 1."""
+def basis(form: Normaliser) -> tuple[Tensor, float]:
+    """W (D, D) with `W W^T = (G + ridge diag(g)^2)^-1`, and the relative rounding of `|k W|` in float32."""
     size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
     ridge = SLACK * form.gamma / TRUST
     factor = torch.linalg.cholesky(form.matrix / size / size.mT + torch.diag(ridge + (form.size == 0).double()))
     root, dim = inverse_of(factor), len(size)
     steps = (dim + 4) * torch.finfo(torch.float32).eps / 2
-    return Basis(root / size, size * factor, steps * float(root.norm()) * (dim * (1 + ridge)) ** 0.5)
+    return root / size, steps * float(root.norm()) * (dim * (1 + ridge)) ** 0.5
 
 
 def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
@@ -94,8 +81,7 @@ def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> 
     trusted queries.
     """
     if power == 2:
-        change = basis(form)
-        return at_least(keys, change.key, change.rounding, MARGIN * eps)
+        return at_least(keys, *basis(form), MARGIN * eps)
     bounds = lewis_weights(keys.rows(slice(None))[None, None], power).bounds[0, 0]
     return (bounds >= MARGIN * eps).nonzero().squeeze(-1)
 

@@ -52,14 +52,14 @@ class KeySketch:
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
-        power: an even power up to 60; m is the number of monomials of degree power / 2 (D for 2).
+        power: even, up to 60; m is the number of monomials of degree power / 2 (D for 2).
 
     Memory per head: m^2 float64 numbers and at most `2 m / eps + 8192` keys. Cost: O(m^2) per key, and O(m^3 / eps)
     each time that as many keys as are kept, at least 4096, have come. Directions in which the keys are below about
-    `1e-7^(2 / power)` of the strongest count as absent: 3e-4 for power 4.
+    `1e-7^(2 / power)` of the strongest count as absent.
 
     Raises:
-        TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
+        TypeError, ValueError: an eps outside (0, 1), or another power: l_p Lewis weights need all keys.
 
     Source: LevAttention (arXiv 2410.05462), streaming.
     """

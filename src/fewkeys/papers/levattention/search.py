@@ -106,9 +106,7 @@ def by_head(x: Inputs, power: float, entries_of: Callable[[Tensor, ScaledKeys], 
 
 
 def _entries(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
-    """The entries of queries (M, D), float64, in no order: of trusted queries from normalisers and candidates, of the
-    others and those with a tie directly; all directly, where this costs less.
-    """
+    """The entries of queries (M, D), float64, in no order; all directly, where this costs less."""
     degree, size = even_degree(power), keys.dim
     columns = width(size, degree) if degree else 0
     if not 0 < columns <= MAX_WIDTH or 2 * len(query) * size <= columns**2 + size**2:
@@ -146,8 +144,8 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
         top = total = part.new_zeros(len(part))
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
-            # Scores are divided by a power of two near the largest so far: high powers must not underflow. Under the
-            # highest even 1/2 does: there by the largest itself.
+            # Scores are divided by a power of two near the largest so far, above `HIGHEST` by the largest: high powers
+            # must not underflow.
             largest = scores.amax(-1)
             higher = torch.maximum(top, power_of_two(largest) * (largest > 0) if power <= HIGHEST else largest)
             total = total * (top / higher).nan_to_num() ** power
