@@ -49,22 +49,32 @@ def test_finite_where_exact_attention_is(kind, impl, gradient):
     *factors, scale = EXTREME[kind]
     leaves = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), factors, strict=True)]
     leaves = [x.requires_grad_(gradient) for x in leaves]
-    exact = {}
     for turn, (name, plan) in enumerate(ALL.items(), WAYS.index((kind, impl, gradient))):
         if turn % 3:
             continue
         causal = plan.rest.needs_causal
-        case = plan.weights, causal
-        if case not in exact:
-            output = fk.attention(*leaves, weights=plan.weights, is_causal=causal, impl=impl, scale=scale)
-            exact[case] = output.isfinite().all()
-        if not exact[case]:
-            continue
         output = fk.attention(*leaves, plan=plan.never_exact(), is_causal=causal, impl=impl, scale=scale)
         assert output.isfinite().all(), name
         if gradient and output.requires_grad:
             actual = torch.autograd.grad((output / factors[2]).sum(), leaves, allow_unused=True)
             assert all(x is None or x.isfinite().all() for x in actual), name
+
+
+WEIGHTS = [fk.Softmax(), fk.weights.Elu(), fk.weights.Relu(2.0), fk.weights.Power(1.0), fk.weights.Entmax(1.5)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EXTREME if kind != "small"])  # its scores are zero in float32
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("reach", [None, 3])
+def test_exact_attention_of_all_weights_is_that_of_float64(reach, weights, kind):
+    *factors, scale = EXTREME[kind]
+    rows = [x * by for x, by in zip(SHAPES["plain"].draw(dtype=torch.float32), factors, strict=True)]
+    table = None if reach is None else torch.linspace(-2, 2, rows[0].shape[1] * (2 * reach + 1)).view(-1, 2 * reach + 1)
+    options = {"weights": weights, "scale": scale, "distance_bias": table}
+    want = fk.attention(*(x.double() for x in rows), impl="reference", **options).float()
+    for impl in ("auto", "reference"):
+        actual = fk.attention(*rows, impl=impl, **options)
+        torch.testing.assert_close(actual / factors[2], want / factors[2], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])

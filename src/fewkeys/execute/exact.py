@@ -25,9 +25,9 @@ keys. Torch's own causal kernel does so, too, but supports neither padding nor a
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
     """The output (B, Hq, Nq, Dv), zero for queries that see no key: `Softmax` through torch's fused kernels, but dense
-    under `impl="reference"`. Inputs are rescaled where hidden scores could overflow.
+    under `impl="reference"`. Inputs are rescaled where scores could overflow.
     """
-    if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
+    if not inputs.needs_rescaling:
         return _attend(inputs, weights)
     x, restore = rescaled(inputs.clear(), FINITE)
     return restore(_attend(x, weights))
