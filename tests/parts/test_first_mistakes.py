@@ -105,6 +105,14 @@ class Newest(fk.Window):
     """A rule of one's own that keeps what a window keeps."""
 
 
+@dataclass(frozen=True)
+class Asked(fk.Window):
+    """A rule of one's own: a window of a width that all queries decide."""
+
+    def select(self, inputs):
+        return fk.Window(self.size + int(inputs.query.mean() > 1)).select(inputs)
+
+
 def test_a_rule_of_ones_own_is_causal_only_where_it_says_so():
     with pytest.raises(ValueError, match=r"^is_causal: Largest\(count=4\) chooses keys by looking at the future"):
         fk.attention(Q, Q, Q, keep=Largest(4), is_causal=True)
@@ -114,8 +122,9 @@ def test_a_rule_of_ones_own_is_causal_only_where_it_says_so():
 def test_a_rule_of_ones_own_can_be_tried():
     Newest(3).check_causal(Q, Q)
     fk.select.KeyNorm(4).check_causal(Q, Q, Q)
-    with pytest.raises(ValueError, match=r"^causal: expected Largest to choose without keys from \d+ on"):
-        Largest(4).check_causal(Q, Q)
+    for rule in (Largest(4), Asked(3)):
+        with pytest.raises(ValueError, match=rf"^causal: expected {type(rule).__name__} to choose without tokens from"):
+            rule.check_causal(Q, Q)
 
 
 def test_plans_of_layers_without_their_heads_are_refused_with_the_fix():

@@ -117,7 +117,7 @@ class Selector(Listed, ABC):
             return self.select(inputs)
 
     def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
-        """Raise `ValueError` where a query keeps a later key, or later keys change what it keeps: a test of new rules.
+        """Raise `ValueError` where a query keeps a later key, or later tokens change what it keeps: a test of rules.
 
         As many queries as keys; else as `graph`. Cost O(n^2).
         """
@@ -126,12 +126,12 @@ class Selector(Listed, ABC):
         if bool(before.triu(1).any()):
             raise ValueError(f"causal: expected {name} to keep no key after the query's own, got one that it keeps")
         for first in sorted({1, key.shape[2] // 2, key.shape[2] - 1} & set(range(1, key.shape[2]))):
-            later_key, later_value = key.clone(), value.clone()
-            later_key[:, :, first:] *= -3
-            later_value[:, :, first:] += 5
-            after = self.graph(query, later_key, later_value, is_causal=True).to_mask()
+            later = [rows.clone() for rows in (query, key, value)]
+            for rows in later:
+                rows[:, :, first:] = 5 - 3 * rows[:, :, first:]
+            after = self.graph(*later, is_causal=True).to_mask()
             if not torch.equal(after[:, :, :first], before[:, :, :first]):
-                raise ValueError(f"causal: expected {name} to choose without keys from {first} on for queries before")
+                raise ValueError(f"causal: expected {name} to choose without tokens from {first} on for queries before")
 
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):
