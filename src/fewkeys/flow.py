@@ -51,17 +51,19 @@ def checked(
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
     In models the rows of all heads of a token are contiguous. A plan with cohorts reads the rows of a head in any
-    order: they are copied head by head if it will answer, all of them here or a few heads at a time (`by_heads`).
+    order: they are copied head by head if it will answer, all of them here or a few heads at a time (`by_heads`). A
+    bias takes far longer than rows that are not copied.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)
     plans = (plan,) if isinstance(plan, Plan) else plan
     has_cohorts = any(plan.keep is not None and plan.keep.cohort_lists > 1 for plan in plans)
+    is_copied = has_cohorts and options.get("distance_bias") is None
     how = options.get("is_causal", False), options.get("query_offset", 0), options.get("impl", "auto")
 
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
         rows = query, key, value
-        by_head = has_cohorts and by_heads.are_few(*rows) and not gives_way(plan, rows, *how)
+        by_head = is_copied and by_heads.are_few(*rows) and not gives_way(plan, rows, *how)
         return native.largest_and_rows(query, key, value, by_head)
 
     return check_inputs(query, key, value, look=look, clear=False, **options)

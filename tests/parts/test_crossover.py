@@ -249,6 +249,15 @@ def test_biases_of_the_distance_are_measured_as_they_run(monkeypatch, folder):
     assert attend.args[0].inputs.bias is not None
 
 
+def test_calls_with_a_bias_measure_no_lines_without(monkeypatch, folder):
+    settings = []
+    measured = ((1.0, 1.0),) * 3, True
+    monkeypatch.setattr(crossover, "_measured", lambda setting, _: settings.append(setting) or measured)
+    flow._gives_way.cache_clear()
+    fk.attention(*problem(3000), plan=PLAN, distance_bias=torch.zeros(1, 5))
+    assert [setting.is_biased for setting in settings] == [True]
+
+
 def measure_numbers(monkeypatch, numbers):
     monkeypatch.setattr(crossover, "_measured", lambda *_: (tuple(next(numbers) for _ in range(3)), True))
 

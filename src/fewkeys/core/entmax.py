@@ -92,7 +92,7 @@ def _by_operations(rows: Tensor, alpha: float) -> Tensor:
 def _raised(above: Tensor, power: float) -> Tensor:
     """Powers of what is positive, else zero with all its derivatives."""
     support = above > 0
-    return torch.where(support, above, 1.0).pow(power) * support
+    return above.where(support, 1.0).pow(power) * support
 
 
 class _Entmax(torch.autograd.Function):

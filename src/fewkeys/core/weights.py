@@ -39,7 +39,7 @@ class Weights(Listed, ABC):
 
 def positive(total: Tensor) -> Tensor:
     """`total` with ones for zeros: a divisor for rows without weight."""
-    return torch.where(total > 0, total, torch.ones_like(total))
+    return total.where(total > 0, 1.0)
 
 
 def _largest(parts: Sequence[Tensor]) -> Tensor:

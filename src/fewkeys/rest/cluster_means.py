@@ -159,7 +159,8 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
 def _spread_factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:
     """f_c (..., C) from `energy`, the mean `E (q . k_j)^2` of a cluster's keys, and the `square` of its mean key."""
     # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
-    spread = torch.where(energy - square > 64 * torch.finfo(energy.dtype).eps * energy, energy - square, 0.0)
+    spread = energy - square
+    spread = spread.where(spread > 64 * torch.finfo(energy.dtype).eps * energy, 0.0)
     mean = (spread * mass).sum(-1, keepdim=True) / _at_least_tiny(mass.sum(-1, keepdim=True))
     return (spread / _at_least_tiny(mean)).sqrt().clamp_max(LARGEST_SPREAD)
 

@@ -81,7 +81,7 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     root, doubt = _inverse_root(total, (total.diagonal(dim1=-2, dim2=-1) == 0).double())
     scores = torch.cat([(tensor_features(part, degree) @ root).square().sum(-1) for part in parts], -1)
     bounds = (scores * (1 + doubt).unsqueeze(-1)).clamp_max(1.0)
-    return torch.where(doubt.unsqueeze(-1) <= TOLERANCE, bounds, 1.0)
+    return bounds.where(doubt.unsqueeze(-1) <= TOLERANCE, 1.0)
 
 
 def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
@@ -91,7 +91,7 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
     target = rank.clamp_min(1).log() * max(1.0, power / 2)
     weights, _ = _leverage(basis, empty, totals)
     real = weights > 0
-    log = torch.where(real, weights, 1.0).log()
+    log = weights.where(real, 1.0).log()
     steps = 0
     while True:
         tau, doubt = _leverage(basis, empty, totals, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
@@ -102,10 +102,10 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
             worst = totals.max(row_maximum(torch.where(real, bounds - log, -torch.inf))).nan_to_num(neginf=0.0)
             following, bounds = bounds, bounds + (2 - power) / power * worst
         else:
-            total = totals.logsumexp(torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True))
+            total = totals.logsumexp(log.where(real, -torch.inf).logsumexp(-1, keepdim=True))
             following = (1 - 2 / power) * log + log_tau
             bounds = bounds + (power / 2 - 1) * total.nan_to_num(neginf=0.0)
-        reached = totals.logsumexp(torch.where(real, bounds, -torch.inf).logsumexp(-1))
+        reached = totals.logsumexp(bounds.where(real, -torch.inf).logsumexp(-1))
         excess = torch.where(rank > 0, (reached - target).expm1(), 0.0).where(sound, torch.inf)
         steps += 1
         # All processes must stop together, even if their last bits differ.
@@ -114,7 +114,7 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
             break
         log = torch.where(sound.unsqueeze(-1), following, log)
     bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
-    return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
+    return Lewis(torch.where(real, log.exp(), 0.0), bounds.where(real, 0.0), excess, steps)
 
 
 def _in_units(rows: Tensor, totals: Totals) -> Tensor:
