@@ -29,7 +29,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             `fewkeys.apply` warns if "weights", the norms of the weights of all attention layers, are not the model's.
     """
 
-    layers: tuple[tuple[Plan, ...], ...]
+    layers: Sequence[Sequence[Plan]]
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +51,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             for plan in plans:
                 if not isinstance(plan, Plan):
                     raise TypeError(f"layers: expected a Plan in layer {layer}, got {type(plan).__name__}")
+        object.__setattr__(self, "layers", tuple(map(tuple, self.layers)))
 
     @classmethod
     def of(cls, plans: Mapping[int, Plan | Sequence[Plan]]) -> ModelPlan:
@@ -60,7 +61,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         if set(plans) != set(range(len(plans))):
             raise ValueError(f"plans: expected every layer from 0 on, got {[*plans]}; name those in between")
         by_layer = (plans[layer] for layer in range(len(plans)))
-        return cls(tuple(tuple(item) if isinstance(item, Sequence) else (item,) for item in by_layer))
+        return cls([item if isinstance(item, Sequence) else (item,) for item in by_layer])
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -74,7 +75,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     def never_exact(self) -> ModelPlan:
         """The same plans, which also run where exact attention is faster."""
-        return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
+        return replace(self, layers=[[plan.never_exact() for plan in plans] for plans in self.layers])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the distinct plans, and for each layer and head the number of its plan."""
@@ -94,8 +95,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             plans = [Plan.from_dict(plan, learned) for plan in description.plans]
             if any(number not in range(len(plans)) for layer in description.layers for number in layer):
                 raise ValueError(f"plan numbers beyond the {len(plans)} plans")
-            layers = tuple(tuple(plans[number] for number in layer) for layer in description.layers)
-            return cls(layers, description.record)
+            return cls([[plans[number] for number in layer] for layer in description.layers], description.record)
         except ValueError as error:
             raise ValueError(
                 f"model plan: expected what ModelPlan.to_dict() writes, got a damaged description ({error})"

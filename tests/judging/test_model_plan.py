@@ -95,10 +95,10 @@ def test_a_comparison_judges_every_head_by_its_own_plan():
 
 
 def test_save_and_load_is_identity(tmp_path):
-    plan = ModelPlan((FOUR, CAUSAL), {"slots": 3.5})
+    plan = ModelPlan([list(FOUR), CAUSAL], {"slots": 3.5})
     plan.save_pretrained(tmp_path / "new")
     loaded = ModelPlan.from_pretrained(tmp_path / "new")
-    assert (loaded, loaded.record) == (plan, plan.record)
+    assert (loaded, loaded.record, hash(loaded)) == (plan, plan.record, hash(plan))
     assert [file.name for file in (tmp_path / "new").iterdir()] == [FILE]
     assert len(json.loads((tmp_path / "new" / FILE).read_text())["plans"]) == 5
 
