@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
-from fewkeys.core.extent import rescaled
+from fewkeys.core.extent import FINITE, STRONGEST, rescaled
 from fewkeys.core.gaps import Restore, without_gaps
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
@@ -30,6 +30,7 @@ from fewkeys.execute.problem import prepare
 from fewkeys.guard.fallback import Guard
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
+from fewkeys.rest import Drop
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,10 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
 
     In each part padding is zero and, under causality, behind the real keys; squares of all entries are finite.
     """
-    x, in_old_units = rescaled(choice.inputs.clear())
+    keep, rest = choice.plan.keep, choice.plan.rest
+    # Without squares of scores no query that sees no large key needs smaller scores.
+    has_squares = keep is None or not keep.causal or rest != Drop()
+    x, in_old_units = rescaled(choice.inputs.clear(), STRONGEST if has_squares else FINITE)
     parts, joined = without_gaps(x)
     return parts, lambda outputs: in_old_units(joined(outputs))
 

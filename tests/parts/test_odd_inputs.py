@@ -124,6 +124,18 @@ def test_one_wild_query_leaves_the_others_alone(plan, impl):
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("plan", [fk.Plan(fk.Window(9)), fk.Plan(fk.Window(9) | fk.Sinks(2))], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [1e13, 1e30])
+def test_queries_that_do_not_see_a_wild_key_do_not_notice_it(size, is_causal, plan, impl):
+    rows = SHAPES["long"].draw(dtype=torch.float32)
+    want = fk.attention(*rows, plan=plan, impl=impl, is_causal=is_causal)
+    rows[1][:, :, 75] *= size
+    actual = fk.attention(*rows, plan=plan, impl=impl, is_causal=is_causal)
+    assert torch.equal(actual[:, :, :70], want[:, :, :70])
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", [1e13, 1e30])
 def test_exact_attention_among_one_wild_key(size, is_causal, impl):
