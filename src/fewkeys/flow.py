@@ -30,7 +30,6 @@ from fewkeys.execute.problem import prepare
 from fewkeys.guard.fallback import Guard
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
-from fewkeys.rest import Drop
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +149,7 @@ def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:
     """
     keep, rest = choice.plan.keep, choice.plan.rest
     # Without squares of scores no query that sees no large key needs smaller scores.
-    has_squares = keep is None or not keep.causal or rest != Drop()
+    has_squares = keep is None or not (keep.causal and rest.causal) or bool(rest.running)
     x, in_old_units = rescaled(choice.inputs.clear(), STRONGEST if has_squares else FINITE)
     parts, joined = without_gaps(x)
     return parts, lambda outputs: in_old_units(joined(outputs))

@@ -136,6 +136,15 @@ def test_queries_that_do_not_see_a_wild_key_do_not_notice_it(size, is_causal, pl
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_queries_of_a_scan_do_not_notice_a_later_wild_key(impl):
+    rows, plan = SHAPES["long"].draw(dtype=torch.float32), fk.Plan(fk.KeyScan(9), fk.BlockMeans(3))
+    want = fk.attention(*rows, plan=plan, impl=impl, is_causal=True)
+    rows[1][:, :, 75] *= 1e13
+    actual = fk.attention(*rows, plan=plan, impl=impl, is_causal=True)
+    torch.testing.assert_close(actual[:, :, :75], want[:, :, :75])
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", [1e13, 1e30])
 def test_exact_attention_among_one_wild_key(size, is_causal, impl):
