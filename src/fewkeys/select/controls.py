@@ -55,7 +55,7 @@ class RandomKeys(CountedSelector):
 
 class _Norms(OnlineScore):
     def offer(self, key: Tensor, real: Tensor) -> Tensor:
-        return key.square().sum(-1)
+        return key.double().square().sum(-1)
 
 
 class _Draws(OnlineScore):
