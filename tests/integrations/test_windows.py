@@ -13,6 +13,8 @@ from transformers import (
     Cohere2Model,
     Gemma3TextConfig,
     Gemma3TextModel,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MistralConfig,
@@ -130,6 +132,26 @@ def test_decoding_with_a_cache(name):
             cache = out.past_key_values
             parts.append(out[0])
     close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_last_layers_that_see_the_last_queries_only(count, side):
+    """Those of Gemma 4 that read the keys of layers before them get a part of the mask."""
+    torch.manual_seed(7)
+    sizes = {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    sizes |= {"num_hidden_layers": 4, "layer_types": KINDS[:2] * 2, "vocab_size_per_layer_input": 60}
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**MIXED | sizes)).eval()
+    inputs = {name: rows for name, rows in padded(side).items() if name != "position_ids"}
+    real = inputs["attention_mask"][:, -count:]
+    before = run(model, **inputs, logits_to_keep=count)
+    for plan in (EXACT, fk.Plan(fk.Window(30))):
+        with fk.apply(model, plan):
+            close(run(model, **inputs, logits_to_keep=count), before, real)
+    with fk.apply(model, FEW):
+        few = run(model, **inputs, logits_to_keep=count)
+        close(few, run(model, **inputs, logits_to_keep=0)[:, -count:], real)
+    assert far(few, before)
 
 
 GAPS = torch.tensor([[1] * 14, [1] * 4 + [0] * 3 + [1] * 7, [0] * 2 + [1] * 12])

@@ -72,6 +72,8 @@ class KeyMask(Tensor):
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
             seen = _decoded(mask).seen(scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if operation == "getitem" and args[0].ndim == 2 and _is_of_last_queries(args[1]):
+            return args[0]
         if operation not in _COMPUTING:
             with suppress(IndexError):  # more axes than it has
                 return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -82,6 +84,13 @@ class KeyMask(Tensor):
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
         )
+
+
+def _is_of_last_queries(index: Any) -> bool:
+    """Whether an index takes the last queries of a mask (B, 1, Nq, Nk), as Gemma 4 does before its last layers."""
+    every = slice(None)
+    is_whole = isinstance(index, tuple) and len(index) == 4 and (*index[:2], index[3]) == (every, every, every)
+    return is_whole and isinstance(index[2], slice) and index[2].stop is None and (index[2].start or 0) <= 0
 
 
 _ADDING = {"add", "radd", "iadd"}
