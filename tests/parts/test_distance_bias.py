@@ -29,6 +29,8 @@ FEW = {
     "lists of cohorts": fk.Plan(fk.Outliers(4, 6, cohorts=4) | fk.Window(7)),
 }
 
+COHORTS = fk.budget(8).never_exact()
+
 
 def problem(queries=150, keys=150, reach=20, dtype=torch.float64, **more):
     draw = torch.Generator().manual_seed(0)
@@ -222,10 +224,11 @@ def test_keys_gain_what_the_bias_means_to_a_cohort(more, band, left):
     x = check_inputs(query, key, value, **options)
     split = cohorts(x, 8)
     lead, reach = (-left % BLOCK if options["key_mask"] is not None else 0), options["distance_bias"].shape[1] // 2
-    # Every pair of tokens of every block, also of those beyond the ends.
+    # Every pair of tokens of every block, also those beyond the ends, as if no further apart than those within.
     distance = torch.arange(200) - torch.arange(200)[:, None] - x.offset
     seen = torch.ones(200, 200).double() if band is None else ((distance < -band[0]) | (distance > band[1])).double()
-    weight = options["distance_bias"][:, distance.clamp(-reach, reach) + reach].exp() * seen
+    far = min(reach, 149)
+    weight = options["distance_bias"][:, distance.clamp(-far, far) + reach].exp() * seen
 
     def by_block(rows):
         """(..., Nq, Nk), each the mean over its blocks."""
@@ -242,6 +245,24 @@ def test_keys_gain_what_the_bias_means_to_a_cohort(more, band, left):
         free = beyond[:, head][count[:, head] > 0]
         torch.testing.assert_close(free, free.mean().expand_as(free), rtol=1e-6, atol=1e-6)
     assert (band == (300, 300)) == (not bool((count > 0).any()))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_a_table_says_beyond_all_distances_changes_nothing(side):
+    """A model's table is as long as the longest sequence of a batch, with its padding."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 8, 4, 40, 8, generator=draw, dtype=torch.float64)
+    table = 2 * torch.randn(4, 79, generator=draw, dtype=torch.float64)
+    for count in (9, 14, 21, 27):
+        real = slice(count) if side == "right" else slice(40 - count, 40)
+        mask = torch.zeros(8, 40, dtype=torch.bool)
+        mask[:, real] = True
+        rows = [part[:, :, real] for part in (query, key, value)]
+        alone = fk.attention(*rows, plan=COHORTS, distance_bias=table[:, 40 - count : 39 + count])
+        for padding in (mask, None):
+            parts = (query, key, value) if padding is not None else rows
+            whole = fk.attention(*parts, plan=COHORTS, distance_bias=table, key_mask=padding)
+            torch.testing.assert_close(whole[:, :, real] if padding is not None else whole, alone)
 
 
 def test_lists_of_cohorts_hold_keys_that_the_bias_favours():

@@ -30,7 +30,7 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     members = ones.new_zeros((*place.shape[:3], total + 1)).scatter_add_(-1, block.where(place >= 0, total), ones)
     # Sums over a cohort are correlations of its blocks with the table, right up to the rounding of the largest.
     spectrum = rfft(members[..., :total].unflatten(-1, (x.gqa_ratio, queries)), length)
-    product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(1)
+    product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(2)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)
     mean: Tensor = mass / count.clamp_min(1 / BLOCK**2)
     info = torch.finfo(mean.dtype)
@@ -40,14 +40,22 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
 
 
 def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, queries: int, keys: int) -> Tensor:
-    """(Hkv, 2, R, queries + keys - 1): means of exp(bias), relative to the largest, and of ones over the pairs of two
-    blocks that are outside the band.
+    """(B or 1, Hkv, 2, R, queries + keys - 1): means of exp(bias), relative to the largest, and of ones over the pairs
+    of two blocks that are outside the band.
     """
     distance = torch.arange(1 - queries * BLOCK, keys * BLOCK, device=bias.table.device) - x.offset
     head = torch.arange(x.query_heads, device=distance.device)
-    table = bias.at(head[:, None], distance).unflatten(0, (x.kv_heads, -1))
-    weights = torch.stack([(table - table.amax((1, 2), keepdim=True)).exp(), torch.ones_like(table)], 1)
+    table = bias.at(head[:, None], _of_real(x, distance)).unflatten(1, (x.kv_heads, -1))
+    weights = torch.stack([(table - table.amax((2, 3), keepdim=True)).exp(), torch.ones_like(table)], 2)
     if band is not None:
         weights = weights.masked_fill((distance >= -band[0]) & (distance <= band[1]), 0.0)
-    means = avg_pool1d(avg_pool1d(weights.flatten(0, 2), BLOCK, 1), BLOCK, BLOCK)
-    return torch.unflatten(means, 0, weights.shape[:3])
+    means = avg_pool1d(avg_pool1d(weights.flatten(0, 3), BLOCK, 1), BLOCK, BLOCK)
+    return torch.unflatten(means, 0, weights.shape[:4])
+
+
+def _of_real(x: Inputs, distance: Tensor) -> Tensor:
+    """(B or 1, 1, L): the distances, no larger than any of real tokens. Tables may go on, by the length of padding."""
+    real = distance.new_ones(1, x.keys) if x.valid is None else x.valid.int()
+    first, last = real.argmax(-1), x.keys - 1 - real.flip(-1).argmax(-1)
+    start, stop = (x.offset, x.offset + x.queries - 1) if x.valid_queries is None else (first, last)
+    return distance.clamp((first - stop).view(-1, 1, 1), (last - start).view(-1, 1, 1))
