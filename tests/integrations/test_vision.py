@@ -20,6 +20,9 @@ from transformers import (
     DINOv3ViTModel,
     ViTConfig,
     ViTForImageClassification,
+    XCLIPConfig,
+    XCLIPModel,
+    XCLIPVisionConfig,
 )
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -366,3 +369,19 @@ def test_idx_files_are_read_whole_or_refused(command, tmp_path, damage):
         return
     with pytest.raises(ValueError, match=r"^--folder: .*t10k-images"):
         vit_data._idx(path, 3)
+
+
+def test_layers_that_read_a_copy_of_the_configuration():
+    """X-CLIP's layers over frames."""
+    sizes = {name: size for name, size in SIZES.items() if name in XCLIPVisionConfig().to_dict()}
+    vision = sizes | {"num_frames": 4, "mit_hidden_size": 32, "mit_intermediate_size": 32, "mit_num_attention_heads": 4}
+    text = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+    config = XCLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
+    model, frames = XCLIPModel(config).eval(), torch.randn(2, 4, 1, 8, 8)
+    with fk.apply(model, fk.Plan(fk.Window(3)), max_error=1.0) as applied, torch.no_grad():
+        model.get_video_features(frames)
+    paths = {module: path for path, module in model.named_modules()}
+    calls = {
+        paths[module]: count.calls for module, count in zip(attention_modules(model), applied.fallbacks, strict=True)
+    }
+    assert all(bool(count) == path.startswith(("vision_model.", "mit.")) for path, count in calls.items())

@@ -30,9 +30,12 @@ switched: dict[int, SwitchedConfig] = {}
 
 def configs_of(model: nn.Module) -> list[Any]:
     """The configurations in `model` that name an attention implementation, each once."""
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    configs: list[Any] = []
+    # Layers may read a copy (X-CLIP's message attention).
+    configs: list[Any] = [
+        config for part in model.modules() if isinstance(config := getattr(part, "config", None), PreTrainedConfig)
+    ]
     parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
     for part in parts.values():  # the outermost of each configuration
         if not part._can_set_attn_implementation() and not any(map(is_mpnet, part.modules())):
@@ -40,7 +43,6 @@ def configs_of(model: nn.Module) -> list[Any]:
                 f"model: {type(part).__name__} does not let its attention implementation be set, so its attention "
                 "cannot be replaced"
             )
-        configs.append(part.config)
     for config in configs:  # the list grows
         configs += [inner for name in config.sub_configs if (inner := getattr(config, name, None)) is not None]
     return list({id(config): config for config in configs}.values())
