@@ -88,9 +88,10 @@ class KeyMask(Tensor):
 
 def _is_of_last_queries(index: Any) -> bool:
     """Whether an index takes the last queries of a mask (B, 1, Nq, Nk), as Gemma 4 does before its last layers."""
-    every = slice(None)
-    is_whole = isinstance(index, tuple) and len(index) == 4 and (*index[:2], index[3]) == (every, every, every)
-    return is_whole and isinstance(index[2], slice) and index[2].stop is None and (index[2].start or 0) <= 0
+    match index:
+        case (batch, heads, slice(start=start, stop=None), keys) if batch == heads == keys == slice(None):
+            return (start or 0) <= 0
+    return False
 
 
 _ADDING = {"add", "radd", "iadd"}

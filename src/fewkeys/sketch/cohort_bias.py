@@ -22,7 +22,12 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     """`log E exp(b)` (B, Hkv, H, Nk), up to a constant for each key head. Cost O(n H)."""
     x, place = inputs, cohorts.place
     # A block begins with the first real token, so that padding before it changes nothing.
-    lead = place.new_zeros(x.batch) if x.valid is None else -x.valid.to(torch.int8).argmax(-1) % BLOCK
+    real = place.new_ones(1, x.keys) if x.valid is None else x.valid.int()
+    first, last = real.argmax(-1), x.keys - 1 - real.flip(-1).argmax(-1)
+    lead = -first % BLOCK
+    # A table may say more of places without tokens, by the length of padding.
+    start, stop = (x.offset, x.offset + x.queries - 1) if x.valid_queries is None else (first, last)
+    reach = first - stop, last - start
     queries, keys = (-(-count // BLOCK) + (x.valid is not None) for count in (x.queries, x.keys))
     total, length = x.gqa_ratio * queries, queries + keys - 1
     block = place // x.queries * queries + (place % x.queries + lead[:, None, None, None]) // BLOCK
@@ -30,7 +35,7 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     members = ones.new_zeros((*place.shape[:3], total + 1)).scatter_add_(-1, block.where(place >= 0, total), ones)
     # Sums over a cohort are correlations of its blocks with the table, right up to the rounding of the largest.
     spectrum = rfft(members[..., :total].unflatten(-1, (x.gqa_ratio, queries)), length)
-    product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, queries, keys), length).unsqueeze(2)
+    product = spectrum.unsqueeze(3) * rfft(_weights(x, bias, band, reach, queries, keys), length).unsqueeze(2)
     mass, count = irfft(product.sum(4), length)[..., queries - 1 :].unbind(3)
     mean: Tensor = mass / count.clamp_min(1 / BLOCK**2)
     info = torch.finfo(mean.dtype)
@@ -39,23 +44,18 @@ def bias_importance(inputs: Inputs, cohorts: Cohorts, bias: DistanceBias, band: 
     return mean.gather(-1, at[:, None, None].expand(*mean.shape[:3], -1))
 
 
-def _weights(x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, queries: int, keys: int) -> Tensor:
+def _weights(
+    x: Inputs, bias: DistanceBias, band: tuple[int, int] | None, reach: tuple[Tensor, Tensor], queries: int, keys: int
+) -> Tensor:
     """(B or 1, Hkv, 2, R, queries + keys - 1): means of exp(bias), relative to the largest, and of ones over the pairs
-    of two blocks that are outside the band.
+    of two blocks that are outside the band. No distance exceeds `reach`, two of (B or 1,).
     """
     distance = torch.arange(1 - queries * BLOCK, keys * BLOCK, device=bias.table.device) - x.offset
     head = torch.arange(x.query_heads, device=distance.device)
-    table = bias.at(head[:, None], _of_real(x, distance)).unflatten(1, (x.kv_heads, -1))
+    real = distance.clamp(*(end.view(-1, 1, 1) for end in reach))
+    table = bias.at(head[:, None], real).unflatten(1, (x.kv_heads, -1))
     weights = torch.stack([(table - table.amax((2, 3), keepdim=True)).exp(), torch.ones_like(table)], 2)
     if band is not None:
         weights = weights.masked_fill((distance >= -band[0]) & (distance <= band[1]), 0.0)
     means = avg_pool1d(avg_pool1d(weights.flatten(0, 3), BLOCK, 1), BLOCK, BLOCK)
     return torch.unflatten(means, 0, weights.shape[:4])
-
-
-def _of_real(x: Inputs, distance: Tensor) -> Tensor:
-    """(B or 1, 1, L): the distances, no larger than any of real tokens. Tables may go on, by the length of padding."""
-    real = distance.new_ones(1, x.keys) if x.valid is None else x.valid.int()
-    first, last = real.argmax(-1), x.keys - 1 - real.flip(-1).argmax(-1)
-    start, stop = (x.offset, x.offset + x.queries - 1) if x.valid_queries is None else (first, last)
-    return distance.clamp((first - stop).view(-1, 1, 1), (last - start).view(-1, 1, 1))
