@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import LayoutLMConfig, LayoutLMForMaskedLM
+
 import fewkeys as fk
 from captures import captured
 from fewkeys.captures.capture import Capture
@@ -13,7 +15,7 @@ from fewkeys.integrations.sensitivity import Sensitivity, counted
 from fewkeys.integrations.transformers import capture
 from fewkeys.tuning.candidates import Candidate
 from fewkeys.tuning.score import score_layer
-from tiny_models import MODELS, padded, tokens
+from tiny_models import MODELS, SIZES, padded, tokens
 
 SMALL = 1e-3
 OTHER = "gradient001-batch00000.safetensors"
@@ -112,7 +114,20 @@ def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again
 
 def test_a_model_that_returns_something_else_is_refused():
     with pytest.raises(ValueError, match=r"gradients: expected .*, got \['pooler_output'\] of BertModel"):
-        counted(MODELS["bert"](), {}, {"pooler_output": torch.zeros(1, 32)}, None)
+        counted(MODELS["bert"](), {}, {"pooler_output": torch.zeros(1, 32)}, None, False)
+
+
+def test_labels_of_an_encoder_belong_to_their_own_tokens_whatever_its_flag_says():
+    """LayoutLM's attention has no flag `is_causal`, which counts as causal."""
+    sizes = SIZES | {"max_position_embeddings": 40, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model, ids = LayoutLMForMaskedLM(LayoutLMConfig(**sizes)).eval(), tokens(2)
+    labels = torch.full_like(ids, -100)
+    labels[:, 4] = 5
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor(10), 0)}
+    taken = capture(model, [inputs | {"labels": labels}], gradients=True)
+    last = next(taken.calls(2)).gradient
+    assert (last.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [4]
 
 
 def test_labels_that_say_nothing_are_refused():

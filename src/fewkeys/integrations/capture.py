@@ -109,7 +109,8 @@ def capture(
                         "use a model with layers that see every key"
                     )
                 if sensitivity is not None:
-                    writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
+                    counts = counted(model, arguments, result, part, "decoder" in parts)
+                    writer.write_gradients(sensitivity.gradients(result, counts))
                 writer.end_batch()
         writer.write_projections(projections.matrices)
         return writer.finish(weights_of([modules[layer] for layer in captured]))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.validation import describe
-from fewkeys.integrations.interface import attention_modules, has_two_parts, is_causal
+from fewkeys.integrations.interface import has_two_parts
 
 IGNORED = -100
 """The label of a token that does not count, as in torch's losses."""
@@ -70,7 +70,7 @@ class Sensitivity:
         return turned
 
 
-def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
+def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None, is_causal: bool) -> Tensor:
     """Which tokens (B, N) count: real ones, and where the batch has `labels`, those that predict one.
 
     A label is predicted by the token before it in decoders, by its own token in encoders and encoder-decoders.
@@ -93,7 +93,7 @@ def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None)
             f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {describe(labels)}"
         )
     labelled = labels.cpu() != IGNORED
-    if not has_decoder and any(is_causal(module) for module in attention_modules(model)):
+    if not has_decoder and is_causal:
         labelled = torch.cat([labelled[:, 1:], torch.zeros_like(labelled[:, :1])], 1)
     if not bool((real & labelled).any()):
         raise ValueError(f"labels: expected some that are not {IGNORED}, got none; label what counts")
