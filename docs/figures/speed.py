@@ -300,8 +300,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bench.forms": _forms,
     "bench.avx2": _avx2,
     "bench.error": lambda: f"{_bench('cpu-error')[16384][PLAN]['error']:.3f}",
-    "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
-    "bench.tensors": lambda: f"{4 * 16384 * _bench('cpu')[16384][PLAN]['heads'] * 64 * 4 / 1e6:.0f}",
     "decode.megabytes": _decode("bytes", 1, 1e6),
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",

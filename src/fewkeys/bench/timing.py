@@ -1,4 +1,4 @@
-"""Time, memory and error of plans and of exact attention at each length.
+"""Time and error of plans and of exact attention at each length.
 
 They take turns, so that a machine that slows down slows all. Plans run even where `impl="auto"` would not run them.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.bench.peak import PeakMemory
 from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
@@ -39,7 +38,6 @@ class Timing:
         heads: those that ran together.
         ms: median of a call, including gradients with `backward`.
         ratio, ratio_low, ratio_high: exact attention's time over this one's: median and quartiles.
-        peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         error: mean relative output error; None for random inputs.
         auto: what `impl="auto"` runs, "plan" or "exact".
     """
@@ -51,7 +49,6 @@ class Timing:
     ratio: float
     ratio_low: float
     ratio_high: float
-    peak_bytes: int | None
     error: float | None
     auto: str
 
@@ -109,10 +106,8 @@ def _timing(
     name: str, plan: Plan | None, x: Inputs, times: Mapping[str, Sequence[float]], exact: Tensor | None
 ) -> Timing:
     low, ratio, high = quantiles([a / b for a, b in zip(times["exact"], times[name], strict=True)], method="inclusive")
-    error, peak, auto = (None if exact is None else 0.0), None, "exact"
+    error, auto = (None if exact is None else 0.0), "exact"
     if plan is not None:
-        with PeakMemory() as memory:
-            output = _call(x, plan)
-        peak, auto = memory.peak, "exact" if exact_is_faster(x, plan) else "plan"
-        error = None if exact is None else output_error(output, exact)
-    return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, peak, error, auto)
+        auto = "exact" if exact_is_faster(x, plan) else "plan"
+        error = None if exact is None else output_error(_call(x, plan), exact)
+    return Timing(name, x.keys, x.kv_heads, median(times[name]), ratio, low, high, error, auto)

@@ -10,12 +10,11 @@ from fewkeys.report.headline import crossing
 from fewkeys.report.style import label, logarithmic, save, say, sheet, upright
 from fewkeys.report.table import show
 
-DROP = ("quartiles", "heads", "peak MB")
+DROP = ("quartiles", "heads")
 NOTES = {
     "ms": "ms: median.",
     "exact / plan": "exact / plan: median of the ratios, turn by turn.",
     "quartiles": "quartiles: of these ratios.",
-    "peak MB": "peak MB: what the plan's tensors hold beyond the inputs.",
     "auto": "auto: what impl='auto' runs.",
 }
 
@@ -33,7 +32,6 @@ def _cells(row: Timing) -> dict[str, str]:
         "ms": f"{row.ms:,.2f}",
         "exact / plan": f"{row.ratio:.2f}",
         "quartiles": f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
-        "peak MB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
         "error": "" if row.error is None else f"{row.error:.3f}",
         "auto": row.auto,
     }
