@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from experiments.decoders.decoder import read_text
+from experiments.long_documents.peak import PeakMemory
 from torch import Tensor
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
-from fewkeys.bench.peak import PeakMemory
 
 OUT = Path(__file__).parent / "results" / "modernbert.json"
 
