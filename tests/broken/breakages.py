@@ -391,7 +391,7 @@ BREAKAGES = (
     Breakage(
         "threads that are late: one late start is enough",
         "native/team.h",
-        "again = std::min(late, last.at(now));",
+        "again = std::min(late, last.at(started));",
         "again = late;",
         (Law("kernels/test_native", "late_twice"),),
     ),

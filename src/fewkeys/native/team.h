@@ -124,23 +124,22 @@ static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_TH
 class Fading {
  public:
   int64_t at(int64_t now) const {
-    const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
-    return halvings < 62 ? late.load(std::memory_order_relaxed) >> halvings : 0;
+    const int64_t halvings = (now - when) / HALF_LIFE;
+    return halvings < 62 ? late >> halvings : 0;
   }
-  void set(int64_t to, int64_t now) {
-    late.store(to, std::memory_order_relaxed), when.store(now, std::memory_order_relaxed);
-  }
+  void set(int64_t to, int64_t now) { late = to, when = now; }
 
  private:
   static constexpr int64_t HALF_LIFE = 200'000'000;
-  std::atomic<int64_t> late{0}, when{0};
+  int64_t late = 0, when = 0;
 };
 
 // How late the other threads start, in nanoseconds, where they were late twice in a row. If another process uses a
 // core, a thread may wait for milliseconds before it runs, and every call waits for all threads. So the caller first
 // works alone for as long as the threads are expected to be late: at most twice the time of the better choice. Beside
 // one busy process, calls on two cores took twice as long on average without this, beside twenty 2 to 7 times. A single
-// late start says nothing: on a quiet machine a few of a hundred calls have one.
+// late start says nothing: on a quiet machine a few of a hundred calls have one. Neither does one after a pause: waking
+// threads that went to sleep takes some milliseconds on virtual machines.
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
@@ -151,16 +150,20 @@ class Lateness {
     const int64_t late = repeated.at(now);
     return late < LEAST ? 0 : late;
   }
-  static void note(int64_t late, int64_t now) {
-    if (late < LEAST) return;
-    const int64_t again = std::min(late, last.at(now));
-    if (again >= expected(now)) repeated.set(again, now);
-    last.set(late, now);
+  // The threads were called at `called`, and the last one started at `started`.
+  static void note(int64_t called, int64_t started) {
+    const int64_t late = started - called;
+    if (late < LEAST || called - finished > AWAKE) return;
+    const int64_t again = std::min(late, last.at(started));
+    if (again >= expected(started)) repeated.set(again, started);
+    last.set(late, started);
   }
+  // When the threads of this caller last finished.
+  static inline thread_local int64_t finished = 0;
 
  private:
-  static constexpr int64_t LEAST = 500'000;
-  static inline Fading last, repeated;
+  static constexpr int64_t LEAST = 500'000, AWAKE = 2'000'000;
+  static inline thread_local Fading last, repeated;  // a caller has threads of its own
   static int64_t read(clockid_t clock) {
     timespec time;
     clock_gettime(clock, &time);
@@ -207,7 +210,8 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
     raise_to(last, Lateness::now());
     take(0);
   });
-  Lateness::note(last - called, last);
+  Lateness::note(called, last);
+  Lateness::finished = Lateness::now();
   team.check();
 }
 
