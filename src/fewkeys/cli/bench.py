@@ -1,7 +1,7 @@
 """Time plans and exact attention (torch's scaled_dot_product_attention), in turns, at each length. With a model and a
 text, the inputs are queries, keys and values of the middle layer, and the output error is measured too; without, they
-are random numbers. Writes bench.json, time.png (for two or more lengths) and, with a model,
-error.png; the pictures also as PDF.
+are random numbers. Writes bench.json, time.png (for two or more lengths) and, with a model, error.png; the pictures
+also as PDF.
 """
 
 import argparse

@@ -150,20 +150,21 @@ class Lateness {
     const int64_t late = repeated.at(now);
     return late < LEAST ? 0 : late;
   }
-  // The threads were called at `called`, and the last one started at `started`.
+  // After work for which the threads were called at `called`, and the last one started at `started`.
   static void note(int64_t called, int64_t started) {
-    const int64_t late = started - called;
-    if (late < LEAST || called - finished > AWAKE) return;
+    const int64_t late = started - called, pause = called - finished;
+    finished = now();
+    if (late < LEAST || pause > AWAKE) return;
     const int64_t again = std::min(late, last.at(started));
     if (again >= expected(started)) repeated.set(again, started);
     last.set(late, started);
   }
-  // When the threads of this caller last finished.
-  static inline thread_local int64_t finished = 0;
 
  private:
   static constexpr int64_t LEAST = 500'000, AWAKE = 2'000'000;
-  static inline thread_local Fading last, repeated;  // a caller has threads of its own
+  // Of each caller, which has threads of its own.
+  static inline thread_local Fading last, repeated;
+  static inline thread_local int64_t finished = 0;
   static int64_t read(clockid_t clock) {
     timespec time;
     clock_gettime(clock, &time);
@@ -211,7 +212,6 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
     take(0);
   });
   Lateness::note(called, last);
-  Lateness::finished = Lateness::now();
   team.check();
 }
 
