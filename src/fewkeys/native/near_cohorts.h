@@ -1,4 +1,5 @@
-// Attention to the lists and stand-ins of cohorts of queries and to a window around each query: `near.h` for cohorts.
+// Attention to the lists and stand-ins of cohorts of queries and to a window around each query. Without an order of
+// queries, those of a key head are one cohort.
 //
 // Cohorts attend to their lists and stand-ins first. Then the queries attend to their windows in the order of the
 // sequence. Both parts are joined by their largest scores and their sums of weights.
@@ -7,6 +8,11 @@
 #include "rows.h"
 
 namespace fewkeys {
+
+// The query at a place of a cohort, numbered through all query heads of its key head, or -1.
+static inline int64_t member(const Near &p, int64_t cohort, int64_t i) {
+  return p.order ? p.order[cohort * p.queries + i] : i;
+}
 
 // What the queries of one key head share. Queries are numbered through all query heads of the key head.
 struct Surroundings {
@@ -27,9 +33,8 @@ struct Surroundings {
     cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys + round_up(Window::most(p, 1), LANES), 0);
     top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
     for (int64_t h = 0; h < p.cohorts; h++) {
-      const int64_t *members = p.order + (head * p.cohorts + h) * p.queries;
       for (int64_t i = 0; i < p.queries; i++)
-        if (members[i] >= 0) cohort[members[i]] = h;
+        if (const int64_t query = member(p, head * p.cohorts + h, i); query >= 0) cohort[query] = h;
       hide(p, head, head * p.cohorts + h, &hidden[h * p.keys]);
     }
   }
@@ -57,17 +62,16 @@ class CohortAttention {
     if (!rows) return;
     for (int i = 0; i < rows; i++) prefetch<3, true>(&around.mixed[row[i] * around.wide], around.wide * sizeof(float));
     if (gathered != of) shared.gather(of), gathered = of;
-    const int columns = p.entries + p.means + p.rank;
     to_lanes(asking, rows, p.dim, p.scale, query.data());
-    shared.dots(query.data(), columns, weights.score.data());
+    shared.dots(query.data(), weights.score.data());
 
     Tile tile;
     weights.begin(of);
     if (p.means) subtract_windows(around, of, rows);
-    weights.finish(tile, of, 0, 0);
+    weights.finish(tile, of, place);
 
     std::fill(mixed.begin(), mixed.end(), 0.0f);
-    for (int i = 0; i < rows; i += SOME) shared.mix(&weights.score[i], 0, columns, &mixed[i * around.wide]);
+    for (int i = 0; i < rows; i += SOME) shared.mix(&weights.score[i], &mixed[i * around.wide]);
     around.keep(tile, mixed.data(), row, rows);
   }
 
@@ -78,22 +82,23 @@ class CohortAttention {
   Columns<T> shared;
   int64_t gathered = -1;  // the cohort that `shared` holds
   const T *asking[TILE];
-  int64_t row[TILE], place[TILE];  // numbers of the queries among all of the key head, and their positions
+  int64_t row[TILE];    // numbers of the queries among all of the key head
+  int32_t place[TILE];  // their positions
 
   // Collects the queries among TILE entries of the cohort's order, and prefetches the next ones, which lie anywhere;
   // returns their number.
   int gather(int64_t of, int64_t first) {
-    const int64_t *members = p.order + of * p.queries;
-    const auto head = [&](int64_t i) { return of / p.cohorts * p.asking + members[i] / p.asked; };
-    const auto at = [&](int64_t i) { return p.query.at<T>(head(i), members[i] % p.asked); };
     int queries = 0;
-    for (int64_t i = first; i < std::min(p.queries, first + TILE); i++) {
-      if (members[i] < 0) continue;
-      row[queries] = members[i], place[queries] = members[i] % p.asked;
-      asking[queries++] = at(i);
+    for (int64_t i = first; i < std::min(p.queries, first + 2 * TILE); i++) {
+      const int64_t number = member(p, of, i);
+      if (number < 0) continue;
+      const uint32_t head = uint32_t(number) / uint32_t(p.asked), at = number - head * p.asked;
+      const T *query = p.query.at<T>(of / p.cohorts * p.asking + head, at);
+      if (i < first + TILE)
+        row[queries] = number, place[queries] = at + p.offset, asking[queries++] = query;
+      else
+        prefetch(query, p.dim * sizeof(T));
     }
-    for (int64_t i = first + TILE; i < std::min(p.queries, first + 2 * TILE); i++)
-      if (members[i] >= 0) prefetch(at(i), p.dim * sizeof(T));
     return queries;
   }
 
@@ -102,7 +107,7 @@ class CohortAttention {
   void subtract_windows(const Surroundings &around, int64_t of, int rows) {
     const uint8_t *hidden = &around.hidden[of % p.cohorts * p.keys];
     for (int i = 0; i < rows; i++) {
-      const Window window(p, place[i] + p.offset, 1);
+      const Window window(p, place[i], 1);
       for (int64_t j = window.begin; j < window.begin + window.count; j++) {
         const int64_t c = hidden[j] ? p.means : p.label[around.keys + j];
         weights.mass[c * TILE + i] -= weights.part[c];
@@ -111,84 +116,106 @@ class CohortAttention {
   }
 };
 
-// Attends to the windows of tiles of consecutive queries, and writes the output. Each step is done for all queries of a
-// tile before the next step: the queries are independent, so the processor overlaps their latencies.
+// Attends to the windows of a tile of consecutive queries, and writes the output. Scores are computed for BAND queries
+// at once: for fewer, products are slower; for more, more scores are of keys outside the window.
+constexpr int BAND = FILL;
 template <class T>
 class BandAttention {
  public:
   explicit BandAttention(const Near &p)
-      : p(p), most(round_up(Window::most(p, 1), LANES)), query(p.dim), mixed(round_up(p.value_dim)), score(TILE * most),
-        key(TILE + most + FOUR), value(key.size()) {}
+      : p(p), most(Window::most(p, TILE)), wide(round_up(p.value_dim)), query(p.dim * TILE), mixed(SOME * wide),
+        score(most * TILE), copies(most * (p.dim + wide)) {}
 
   // The queries of a query head from position `place` on.
   void attend(const Surroundings &around, int64_t head, int64_t place) {
     const int rows = std::min<int64_t>(TILE, p.asked - place);
     const int64_t key_head = head / p.asking, row = head % p.asking * p.asked + place;
     const int32_t *cohort = &around.cohort[row];
-    const Window all(p, place + p.offset, rows);
-    const T *first_key = p.key.at<T>(key_head, all.begin), *first_value = p.value.at<T>(key_head, all.begin);
-    for (int64_t j = 0; all.count && j < all.count + FOUR; j++) {
-      const int64_t at = std::min<int64_t>(j, all.count - 1);
-      key[j] = first_key + at * p.key.row, value[j] = first_value + at * p.value.row;
+    const Window window(p, place + p.offset, rows);
+    int64_t key_stride = p.key.row, value_stride = p.value.row;
+    const T *first_key = p.key.at<T>(key_head, window.begin), *first_value = p.value.at<T>(key_head, window.begin);
+    const float *key = as_floats(first_key, key_stride, window.count, p.dim, p.dim, copies.data());
+    float *copy_of_values = copies.data() + window.count * p.dim;
+    const float *value = as_floats(first_value, value_stride, window.count, p.value_dim, wide, copy_of_values);
+    to_lanes(p.query.at<T>(head, place), p.query.row, rows, p.dim, p.scale, query.data());
+    for (int part = 0; part < rows; part += BAND) {
+      const int count = std::min(BAND, rows - part);
+      const Window seen(p, place + part + p.offset, count);
+      float *scores = &score[(seen.begin - window.begin) * TILE + part];
+      const float *from = key + (seen.begin - window.begin) * key_stride;
+      dots(from, key_stride, seen.count, p.dim, &query[part], scores, BAND);
+      hide(around, cohort + part, place + part + p.offset, seen, count, scores);
+      std::fill(std::copy_n(&around.top[row + part], count, before + part), before + part + BAND, -INFINITY);
+      std::fill(std::copy_n(&around.sum[row + part], count, inverse + part), inverse + part + BAND, 0.0f);
+      for (int v = 0; v < BAND; v += LANES) weigh(scores + v, seen.count, before + part + v, inverse + part + v);
     }
-    for (int i = 0; i < rows; i++) {
-      const Window window(p, place + i + p.offset, 1);
-      first[i] = window.begin, count[i] = window.count;
-      int64_t stride = p.query.row;
-      const float *asking = as_floats(p.query.at<T>(head, place + i), stride, 1, p.dim, p.dim, query.data());
-      for (int j = 0; cohort[i] >= 0 && j < count[i]; j += FOUR)
-        four_dots(&key[first[i] - all.begin + j], asking, p.dim, &score[i * most + j]);
-    }
-    weigh(around, cohort, row, rows);
-    for (int i = 0; i < rows; i++) {
-      if (cohort[i] < 0) continue;
-      copy(mixed.data(), &around.mixed[(row + i) * around.wide], around.wide);
-      scale(mixed.data(), before[i], around.wide);
-      mix_rows(&value[first[i] - all.begin], &score[i * most], count[i], p.value_dim, mixed.data());
-      T *to = (T *)p.out.at<T>(head, place + i);
-      for (int d = 0; d < p.value_dim; d++) round_to(mixed[d] * inverse[i], to[d]);
+    for (int i = 0; i < rows; i += SOME) {
+      const int count = std::min(SOME, rows - i);
+      for (int q = 0; q < count; q++) {
+        const float *from = &around.mixed[(row + i + q) * wide];
+        for (int64_t d = 0; d < wide; d += LANES) store(&mixed[q * wide + d], load(from + d) * before[i + q]);
+      }
+      const Window seen(p, place + i + p.offset, count);
+      const int64_t low = seen.begin - window.begin;
+      mix(value + low * value_stride, value_stride, seen.count, wide, &score[low * TILE + i], TILE, mixed.data(), wide);
+      for (int q = 0; q < count; q++) {
+        if (cohort[i + q] < 0) continue;
+        T *to = (T *)p.out.at<T>(head, place + i + q);
+        for (int d = 0; d < p.value_dim; d++) round_to(mixed[q * wide + d] * inverse[i + q], to[d]);
+      }
     }
   }
 
  private:
   const Near &p;
-  const int64_t most;
-  Floats query, mixed, score;  // score: (TILE, most)
-  std::vector<const T *> key, value;
-  int64_t first[TILE];
-  int count[TILE];
-  float before[TILE], inverse[TILE];  // the factor of the cohort's part, and one over the sum of all weights
+  const int64_t most, wide;
+  Floats query, mixed, score, copies;  // score: (most, TILE)
+  float before[TILE], inverse[TILE];   // the factor of the cohort's part, and one over the sum of all weights
 
-  // Turns products into weights, relative to the largest score of the window and of the cohort's part.
-  void weigh(const Surroundings &around, const int32_t *cohort, int64_t row, int rows) {
+  // Hides keys outside the window of a query, and those that its window skips.
+  void hide(const Surroundings &around, const int32_t *cohort, int64_t position, const Window &seen, int rows,
+            float *scores) {
     const ivec lane = count_up();
-    float of_cohort[TILE] = {}, sum[TILE] = {};
-    std::fill_n(before, TILE, 0.0f);
-    for (int i = 0; i < rows; i++) {
-      if (cohort[i] < 0) continue;
-      const auto *hidden = (const int8_t *)&around.hidden[cohort[i] * p.keys + first[i]];
-      const float top = around.top[row + i];
-      float *scores = &score[i * most];
-      vec largest_of_lanes = broadcast(top);
-      for (int v = 0; v < count[i]; v += LANES) {
-        const ivec is_seen = (lane + v < count[i]) & (load(hidden + v) == vec{});
-        const vec x = is_seen ? load(scores + v) * p.scale : broadcast(-INFINITY);
-        store(scores + v, x);
-        largest_of_lanes = max(largest_of_lanes, x);
+    count_multiply_adds(seen.count * BAND);
+    for (int j = 0; j < seen.count; j++) {
+      const int low = seen.begin + j - p.right - position, high = seen.begin + j + p.left - position;
+      for (int v = 0; v < BAND; v += LANES) {
+        float *to = scores + j * TILE + v;
+        store(to, within(lane + v, low, high, load(to), broadcast(-INFINITY)));
       }
-      const float largest = max_of_lanes(largest_of_lanes), least = largest == -INFINITY ? 0.0f : largest;
-      before[i] = top - least, of_cohort[i] = around.sum[row + i], sum[i] = exponentials(scores, count[i], least);
     }
-    for (int v = 0; v < TILE; v += LANES) {
-      const vec share = exponential(load(before + v)), all = load(of_cohort + v) * share + load(sum + v);
-      store(before + v, share), store(inverse + v, all == 0.0f ? vec{} : 1.0f / all);
+    for (int i = 0; i < rows; i++) {
+      const Window own(p, position + i, 1);
+      const auto *hidden = (const int8_t *)&around.hidden[std::max(cohort[i], 0) * p.keys + own.begin];
+      for (int v = 0; v < own.count; v += LANES)
+        for (uint32_t bits = bits_of(load(hidden + v) != vec{}); bits; bits &= bits - 1)
+          if (const int j = v + __builtin_ctz(bits); j < own.count)
+            scores[(own.begin - seen.begin + j) * TILE + i] = -INFINITY;
     }
+  }
+
+  // Turns scores into weights, relative to the largest score of the window and of the cohort's part. top: the largest
+  // score of the cohort's part; becomes its factor. sum: its sum of weights; becomes one over the sum of all.
+  void weigh(float *scores, int count, float *top, float *sum) {
+    count_multiply_adds((count + 1) * LANES);
+    const vec of_cohort = load(top);
+    vec largest = of_cohort, all = {};
+    for (int j = 0; j < count; j++) largest = max(largest, load(scores + j * TILE));
+    largest = largest == broadcast(-INFINITY) ? vec{} : largest;
+    for (int j = 0; j < count; j++) {
+      const vec x = exponential(load(scores + j * TILE) - largest);
+      store(scores + j * TILE, x);
+      all += x;
+    }
+    const vec share = exponential(of_cohort - largest);
+    all += load(sum) * share;
+    store(top, share), store(sum, all == 0.0f ? vec{} : 1.0f / all);
   }
 };
 
 // With many key heads, each thread takes whole heads.
 template <class T>
-static void attend_cohorts(const Near &p, int threads) {
+static void attend(const Near &p, int threads) {
   typedef BandAttention<T> Band;
   typedef CohortAttention<T> Attention;
   const int64_t heads = p.heads / p.cohorts, tiles = divide_up(p.queries, TILE);
@@ -221,11 +248,6 @@ static void attend_cohorts(const Near &p, int threads) {
     in_parallel(threads, cohort_tiles, [&] { return Attention(p); }, tile, 4);
     in_parallel(threads, band_tiles, [&] { return Band(p); }, band_tile, 4);
   }
-}
-
-template <class T>
-static void attend(const Near &p, int threads) {
-  p.order ? attend_cohorts<T>(p, threads) : attend_near<T>(p, threads);
 }
 
 }  // namespace fewkeys

@@ -24,23 +24,23 @@ static inline const uint8_t *real_keys(const uint8_t *real, const Rows &rows, in
   return real ? real + head / rows.heads * keys : nullptr;
 }
 
-// `near.h`. With cohorts (`near_cohorts.h`), each counts as a head with its list and stand-ins; `cohorts` of them share
-// a key head with its labels.
+// `near_cohorts.h`. Each cohort counts as a head with its list and stand-ins; `cohorts` of them share a key head with
+// its labels.
 struct Near {
   Rows query, key, value, out;
-  const int64_t *place;  // (B Hkv, entries): positions of the list's keys
-  const uint8_t *used;   // (B Hkv, entries): zero for unused entries
-  const float *mean_key, *mean_value;       // (B Hkv, means, D or Dv)
-  const float *left_factor, *right_factor;  // (B Hkv, D, rank), (B Hkv, rank, Dv)
-  const float *bias, *total, *factor;       // (B Hkv, means); no bias: null
-  const float *bounds;   // (B Hkv, 2, rank): middle and reach of the queries' coordinates
-  const float *size;     // (B Hkv, means): the number of keys of a stand-in
+  const int64_t *place;  // (heads, entries): positions of the list's keys
+  const uint8_t *used;   // (heads, entries): zero for unused entries
+  const float *mean_key, *mean_value;       // (heads, means, D or Dv)
+  const float *left_factor, *right_factor;  // (heads, D, rank), (heads, rank, Dv)
+  const float *bias, *total, *factor;       // (heads, means); no bias: null
+  const float *bounds;   // (heads, 2, rank): middle and reach of the queries' coordinates
+  const float *size;     // (heads, means): the number of keys of a stand-in
   const int64_t *label;  // (B Hkv, Nk)
   const uint8_t *real;
-  // (B heads, Nq): the queries of a cohort, numbered through the `asking` query heads of the key head with `asked`
-  // queries each, or -1. Null without cohorts.
+  // (heads, queries): the queries of a cohort, numbered through the `asking` query heads of the key head with `asked`
+  // queries each, or -1. Null: all of a key head, in order.
   const int64_t *order;
-  int64_t heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
+  int64_t heads, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
   int64_t cohorts, asking, asked;
   float scale;
 };

@@ -33,16 +33,6 @@ struct Tile {
     for (int w = 0; w < WIDE; w++) top[w] = broadcast(-INFINITY);
   }
 
-  // Hides the scores of one key from all queries but low .. high.
-  void show(float *score, ivec lane, int low, int high) {
-    count_multiply_adds(TILE);
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = within(lane + v, low, high, load(score + v), broadcast(-INFINITY));
-      store(score + v, x);
-      top[w] = max(top[w], x);
-    }
-  }
-
   // For queries that see no key: subtracting 0 instead of -inf makes their weights e^-inf = 0 instead of NaN.
   void settle() {
     for (int w = 0; w < WIDE; w++) top[w] = top[w] == broadcast(-INFINITY) ? broadcast(0.0f) : top[w];

@@ -1,8 +1,4 @@
-"""Softmax attention in one pass over the queries, by the compiled kernels.
-
-`native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
-band.
-"""
+"""Softmax attention by the compiled kernels: lists and stand-ins of cohorts, and a band (`native/near_cohorts.h`)."""
 
 from typing import cast
 
@@ -28,13 +24,12 @@ def attend(problem: Problem) -> Tensor:
     make = x.value.new_zeros if problem.by_cohort and x.valid_queries is not None else x.value.new_empty
     output = make((*x.query.shape[:3], x.value_dim))
     tensors = {} if s is None else _tensors(s)
-    sizes = {"heads": x.batch * x.query_heads, "gqa_ratio": x.gqa_ratio, "queries": x.queries, "cohorts": 1}
+    blocks, queries = 1, x.gqa_ratio * x.queries
     if columns is not None:
         tensors |= {"place": columns.index, "used": columns.used, "order": columns.place}
-        sizes["entries"] = columns.index.shape[3]
-        if columns.place is not None:
-            sizes |= {"heads": x.batch * x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
-            sizes |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
+        blocks, queries = columns.blocks, queries if columns.place is None else columns.place.shape[3]
+    sizes = {"heads": x.batch * x.kv_heads * blocks, "cohorts": blocks, "queries": queries}
+    sizes |= {"asking": x.gqa_ratio, "asked": x.queries, "entries": 0 if columns is None else columns.index.shape[3]}
     reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
