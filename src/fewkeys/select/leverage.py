@@ -1,86 +1,50 @@
 """Keys with the largest leverage scores (LevAttention)."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
-from fewkeys.select.base import Selector, Sharded, shared_top
+from fewkeys.select.base import Selector, Sharded
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.sketch.gram import gram64, root64, score_rows
-from fewkeys.sketch.leverage import ROUNDING, leverage_scores
-from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.sketch.leverage import ROUNDING, leverage_bounds, quick_scores
 from fewkeys.sketch.sample import centre
 
 
 @dataclass(frozen=True)
-class Leverage(Selector):
-    """Keys of large leverage score `k_j^T (K^T K)^+ k_j`, shared by all queries of a head.
-
-    Args:
-        count: keep the `count` largest scores, or
-        eps: keep every key with score >= eps: the universal set, which under weights `|s|^p` holds every entry >= eps
-            of any query.
-        centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
-            the guarantee.
-        power: p > 0: scores are the bounds of `leverage_scores(key, p)`, and the universal set has at most
-            `rank(K)^max(1, p/2) / eps` keys.
-
-    Cost as `leverage_scores`. Causal with `count` and power 2: scores by the Gram matrix of all keys so far
-    (`fewkeys.select.causal`).
-
-    Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
-    """
+class ScoredSelector(Selector, ABC, listed=False):
+    """Keys of large score in [0, 1], shared by all queries of a head: the `count` largest, or all of at least `eps`."""
 
     count: int | None = None
     eps: float | None = None
-    centre: bool = False
-    power: float = 2.0
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if (self.count is None) == (self.eps is None):
-            raise ValueError(f"Leverage: expected exactly one of count and eps, got count={self.count}, eps={self.eps}")
+            raise ValueError(f"{name}: expected exactly one of count and eps, got count={self.count}, eps={self.eps}")
         if self.count is not None:
-            check_count("Leverage count", self.count)
+            check_count(f"{name} count", self.count)
         else:
-            check_real("Leverage eps", self.eps, above=0.0, below=1.0)
-            if self.centre:
-                raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
-        check_real("Leverage power", self.power, above=0.0)
+            check_real(f"{name} eps", self.eps, above=0.0, below=1.0)
 
-    @property
-    def causal(self) -> bool:
-        return self.eps is None and self.power == 2
+    @abstractmethod
+    def score(self, inputs: Inputs) -> Tensor:
+        """(B, Hkv, N) of the keys of `inputs`, which may be a part of `inputs.whole`."""
 
     @property
     def sharded(self) -> Sharded:
-        return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
-
-    def _scores(self, inputs: Inputs) -> Tensor:
-        """(B, Hkv, N), float64, of this process's keys."""
-        rows, totals = working(inputs.key.detach()), inputs.whole.totals
-        return sensitivity_bounds(centre(rows, None, totals) if self.centre else rows, self.power, totals)
+        return Sharded(self.score, self.count, (self.eps or 0.0) * (1 - ROUNDING))
 
     def select(self, inputs: Inputs) -> Graph:
-        keys = working(inputs.key.detach())
-        if self.count is None:
-            check_finite(key=keys)
-            marked = self._scores(inputs) >= (self.eps or 0.0) * (1 - ROUNDING)
-            if inputs.valid is not None:
-                marked = marked & inputs.valid[:, None]
-            index = marked_places(marked, least=1)
-            return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
-        if inputs.is_causal:
-            return running_top(inputs, _RunningLeverage(keys, self.centre), self.count)
-        if self.centre:
-            keys = centre(keys, inputs.valid)
-        return shared_top(inputs, leverage_scores(keys, self.power), self.count)
+        check_finite(key=inputs.key)
+        return self.sharded.graph(inputs)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
@@ -89,6 +53,46 @@ class Leverage(Selector):
         # The universal set of rank D has at most D / eps keys.
         kept = inputs.head_dim / self.eps if self.eps is not None else self.count or 0
         return Work(float(kept), 4.0 * inputs.head_dim**2)
+
+
+@dataclass(frozen=True)
+class Leverage(ScoredSelector):
+    """Keys of large leverage score `k_j^T (K^T K)^+ k_j`, shared by all queries of a head.
+
+    Args:
+        count: keep the `count` largest scores, or
+        eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
+            `|s|^2` holds every entry >= eps of any query.
+        centre: subtract the mean key, which cancels in softmax but dominates raw scores. Not with `eps`: centring voids
+            the guarantee.
+
+    Cost O(n D^2). Causal with `count`: scores by the Gram matrix of all keys so far (`fewkeys.select.causal`). Other
+    weights `|s|^p`: `fewkeys.papers.levattention.Sensitivity`.
+
+    Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
+    """
+
+    centre: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.centre and self.eps is not None:
+            raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
+
+    @property
+    def causal(self) -> bool:
+        return self.eps is None
+
+    def score(self, inputs: Inputs) -> Tensor:
+        rows, totals = working(inputs.key.detach()), inputs.whole.totals
+        if self.centre:
+            rows = centre(rows, inputs.valid, totals)
+        return leverage_bounds(rows, totals) if self.eps or inputs.shard else quick_scores(rows)
+
+    def select(self, inputs: Inputs) -> Graph:
+        if inputs.is_causal and self.count is not None:
+            return running_top(inputs, _RunningLeverage(working(inputs.key.detach()), self.centre), self.count)
+        return super().select(inputs)
 
 
 class _RunningLeverage(OnlineScore):
