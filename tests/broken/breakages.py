@@ -476,7 +476,7 @@ BREAKAGES = (
     Breakage(
         "shards: importance in clusters of this process alone",
         "sketch/tilted.py",
-        "args.totals.sum(here)",
+        "totals.sum(here)",
         "here",
         (SHARDS,),
     ),

@@ -67,9 +67,8 @@ class ClusterMeans(CountedRest):
 
     def check(self, weights: Weights) -> None:
         super().check(weights)
-        for name, value, usual in (("cohorts", self.cohorts, 1), ("rank", self.rank, 0)):
-            if value != usual and not isinstance(weights, Softmax):
-                raise ValueError(f"rest: ClusterMeans({name}={value}) is defined for Softmax(), got {weights}")
+        if (self.cohorts > 1 or self.rank) and not isinstance(weights, Softmax):
+            raise ValueError(f"rest: ClusterMeans with cohorts or a rank is defined for Softmax(), got {weights}")
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         if not self.rank:
@@ -92,8 +91,7 @@ class ClusterMeans(CountedRest):
     def check_beside(self, keep: Selector) -> None:
         if keep.cohort_lists != self.cohorts:
             raise ValueError(
-                f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
-                f"{'Outliers(cohorts=...)' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
+                f"keep: ClusterMeans(cohorts={self.cohorts}) needs Outliers of the same cohorts, got {keep}"
             )
         if self.cohorts == 1:
             super().check_beside(keep)
@@ -122,7 +120,7 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
     if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     cluster, tilt, rank = clusters(x, rest.count), cohort.tilt, min(rest.rank, x.head_dim, x.value_dim)
-    sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
+    sums = tilted_sums(x, cohort, cluster, columns, together=rank > 0)
     middle, unit = frame(x).mean, frame(x).unit
     if compiled_at_once(x) and not wants_gradient(x.key, x.value):
         tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}

@@ -1,6 +1,5 @@
 """Keys with the largest leverage scores (LevAttention)."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -19,44 +18,7 @@ from fewkeys.sketch.sample import centre
 
 
 @dataclass(frozen=True)
-class ScoredSelector(Selector, ABC, listed=False):
-    """Keys of large score in [0, 1], shared by all queries of a head: the `count` largest, or all of at least `eps`."""
-
-    count: int | None = None
-    eps: float | None = None
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        if (self.count is None) == (self.eps is None):
-            raise ValueError(f"{name}: expected exactly one of count and eps, got count={self.count}, eps={self.eps}")
-        if self.count is not None:
-            check_count(f"{name} count", self.count)
-        else:
-            check_real(f"{name} eps", self.eps, above=0.0, below=1.0)
-
-    @abstractmethod
-    def score(self, inputs: Inputs) -> Tensor:
-        """(B, Hkv, N) of the keys of `inputs`, which may be a part of `inputs.whole`."""
-
-    @property
-    def sharded(self) -> Sharded:
-        return Sharded(self.score, self.count, (self.eps or 0.0) * (1 - ROUNDING))
-
-    def select(self, inputs: Inputs) -> Graph:
-        check_finite(key=inputs.key)
-        return self.sharded.graph(inputs)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count is not None and self.count >= inputs.keys
-
-    def work(self, inputs: Inputs) -> Work:
-        # The universal set of rank D has at most D / eps keys.
-        kept = inputs.head_dim / self.eps if self.eps is not None else self.count or 0
-        return Work(float(kept), 4.0 * inputs.head_dim**2)
-
-
-@dataclass(frozen=True)
-class Leverage(ScoredSelector):
+class Leverage(Selector):
     """Keys of large leverage score `k_j^T (K^T K)^+ k_j`, shared by all queries of a head.
 
     Args:
@@ -72,10 +34,12 @@ class Leverage(ScoredSelector):
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
     """
 
+    count: int | None = None
+    eps: float | None = None
     centre: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_limits("Leverage", self.count, self.eps)
         if self.centre and self.eps is not None:
             raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
 
@@ -83,7 +47,11 @@ class Leverage(ScoredSelector):
     def causal(self) -> bool:
         return self.eps is None
 
-    def score(self, inputs: Inputs) -> Tensor:
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(self._scores, self.count, (self.eps or 0.0) * (1 - ROUNDING))
+
+    def _scores(self, inputs: Inputs) -> Tensor:
         rows, totals = working(inputs.key.detach()), inputs.whole.totals
         if self.centre:
             rows = centre(rows, inputs.valid, totals)
@@ -92,7 +60,26 @@ class Leverage(ScoredSelector):
     def select(self, inputs: Inputs) -> Graph:
         if inputs.is_causal and self.count is not None:
             return running_top(inputs, _RunningLeverage(working(inputs.key.detach()), self.centre), self.count)
-        return super().select(inputs)
+        check_finite(key=inputs.key)
+        return self.sharded.graph(inputs)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count is not None and self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        # The universal set of rank D has at most D / eps keys.
+        kept = inputs.head_dim / self.eps if self.eps is not None else self.count or 0
+        return Work(float(kept), 4.0 * inputs.head_dim**2)
+
+
+def check_limits(name: str, count: int | None, eps: float | None) -> None:
+    """Raise `TypeError` or `ValueError` unless exactly one is given, and is within its limits."""
+    if (count is None) == (eps is None):
+        raise ValueError(f"{name}: expected exactly one of count and eps, got count={count}, eps={eps}")
+    if count is not None:
+        check_count(f"{name} count", count)
+    else:
+        check_real(f"{name} eps", eps, above=0.0, below=1.0)
 
 
 class _RunningLeverage(OnlineScore):

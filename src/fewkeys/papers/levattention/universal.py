@@ -4,20 +4,23 @@
 left, has every entry >= eps under every f of bounded growth (proof: docs/levattention.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.totals import Totals
-from fewkeys.core.validation import check_real
+from fewkeys.core.validation import check_finite, check_real
+from fewkeys.core.work import Work
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.keys import of_shard
 from fewkeys.papers.levattention.lewis import sensitivity_bounds
-from fewkeys.select.leverage import ScoredSelector
+from fewkeys.select.base import Selector, Sharded
+from fewkeys.select.leverage import Leverage, check_limits
 from fewkeys.sketch.leverage import ROUNDING, checked, quick_scores
 
 
@@ -83,7 +86,7 @@ def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth
 
 
 @dataclass(frozen=True)
-class Sensitivity(ScoredSelector):
+class Sensitivity(Selector):
     """Keys with a large bound on their l_p sensitivity, that of `leverage_scores(key, power)`.
 
     Args:
@@ -95,14 +98,34 @@ class Sensitivity(ScoredSelector):
     Cost as `leverage_scores`. Not causal. Source: LevAttention (arXiv 2410.05462), section 2.
     """
 
+    count: int | None = None
+    eps: float | None = None
     power: float = 2.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_limits("Sensitivity", self.count, self.eps)
         check_real("Sensitivity power", self.power, above=0.0)
 
-    def score(self, inputs: Inputs) -> Tensor:
+    @property
+    def sharded(self) -> Sharded:
+        return replace(self._leverage.sharded, score=self._scores)
+
+    @property
+    def _leverage(self) -> Leverage:
+        return Leverage(self.count, self.eps)
+
+    def _scores(self, inputs: Inputs) -> Tensor:
         return sensitivity_bounds(working(inputs.key.detach()), self.power, inputs.whole.totals)
+
+    def select(self, inputs: Inputs) -> Graph:
+        check_finite(key=inputs.key)
+        return self.sharded.graph(inputs)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self._leverage.covers(inputs)
+
+    def work(self, inputs: Inputs) -> Work:
+        return self._leverage.work(inputs)
 
 
 def shard_scores(key: Tensor, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None) -> Tensor:
