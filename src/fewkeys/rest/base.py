@@ -185,8 +185,8 @@ class Rest(Listed, ABC):
         """Raise `ValueError` where they have no meaning under `weights`."""
         if not weights.has_sum:
             raise ValueError(
-                f"rest: {type(self).__name__} needs weights that are f(score) over a sum, got {weights}, whose threshold "
-                "depends on every score; use rest=Drop() or Softmax()"
+                f"rest: {type(self).__name__} needs weights that are f(score) over a sum, got {weights}, whose "
+                "threshold depends on every score; use rest=Drop() or Softmax()"
             )
 
 

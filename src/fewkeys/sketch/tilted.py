@@ -43,14 +43,16 @@ class Tilted(NamedTuple):
     together: Tensor | None
 
 
-def tilted_sums(inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, lists: Columns, *, together: bool) -> Tilted:
+def tilted_sums(
+    inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, lists: Columns, tilt: float, *, together: bool
+) -> Tilted:
     """The sums without the keys on each cohort's list. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts.within)}
     facts |= {"index": lists.index, "used": lists.used, "middle": frame(x).mean}
     facts |= {"mean": cohorts.mean, "filled": cohorts.filled}
     answer = _by_kernels if compiled_at_once(x) else _by_torch
-    *by_cluster, level, products = answer(x.key, x.value, facts, clusters.count, together, cohorts.tilt, totals)
+    *by_cluster, level, products = answer(x.key, x.value, facts, clusters.count, together, tilt, totals)
     mass, energy, size, key, value = map(totals.sum, by_cluster)
     return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
 
@@ -100,7 +102,7 @@ def _weights(centred: Tensor, facts: dict[str, Any], tilt: float, level: Tensor)
 def _by_kernels(
     key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, tilt: float, totals: Totals
 ) -> Tilted:
-    args = {"facts": facts, "count": count, "together": together, "tilt": tilt}
+    args: dict[str, Any] = {"facts": facts, "count": count, "together": together, "tilt": tilt}
     kernel = partial(native.tilt, largest=LARGEST_TILT, **args)
     if not wants_gradient(key, value):
         return Tilted(*kernel(key, value))
