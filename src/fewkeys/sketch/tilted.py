@@ -102,8 +102,10 @@ def _weights(centred: Tensor, facts: dict[str, Any], tilt: float, level: Tensor)
 def _by_kernels(
     key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, tilt: float, totals: Totals
 ) -> Tilted:
-    args: dict[str, Any] = {"facts": facts, "count": count, "together": together, "tilt": tilt}
-    kernel = partial(native.tilt, largest=LARGEST_TILT, **args)
+    def kernel(key: Tensor, value: Tensor) -> Any:
+        return native.tilt(key, value, facts, count, together, tilt=tilt, largest=LARGEST_TILT)
+
     if not wants_gradient(key, value):
         return Tilted(*kernel(key, value))
-    return Tilted(*recomputed(kernel, partial(_by_torch, totals=totals, **args), key, value, constant=(0, 1, 2, 5)))
+    by_torch = partial(_by_torch, facts=facts, count=count, together=together, tilt=tilt, totals=totals)
+    return Tilted(*recomputed(kernel, by_torch, key, value, constant=(0, 1, 2, 5)))
