@@ -42,7 +42,7 @@ from fewkeys.papers import levattention
 from fewkeys.papers.levattention import heavy_entries
 from fewkeys.papers.levattention.gram import exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.sketch.tensor_power import width
+from fewkeys.papers.levattention.tensor_power import width
 
 DIM, QUERIES, PLANTED, EPS = 64, 4096, 32, 0.05
 FOUR_DIM, FOUR_QUERIES = 32, 16384

@@ -10,7 +10,7 @@ from experiments.sparsefinder import baselines
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.papers import sparsefinder
+from fewkeys.papers import levattention, sparsefinder
 from fewkeys.plan import Plan
 from fewkeys.rest import Rest
 from fewkeys.select import Selector
@@ -54,8 +54,8 @@ KEEP_CASES = {
     "leverage": Case(fk.select.Leverage(7)),
     "leverage centred": Case(fk.select.Leverage(7, centre=True)),
     "universal set": Case(fk.select.Leverage(eps=0.2), grows=True),
-    "universal set, power 4": Case(fk.select.Leverage(eps=0.5, power=4), grows=True),
-    "l_1 leverage": Case(fk.select.Leverage(7, power=1)),
+    "universal set, power 4": Case(levattention.Sensitivity(eps=0.5, power=4), grows=True),
+    "l_1 leverage": Case(levattention.Sensitivity(7, power=1)),
     "key norm": Case(fk.select.KeyNorm(5)),
     "random keys": Case(fk.RandomKeys(6), draws=True),
     "top-k": Case(fk.TopK(5)),

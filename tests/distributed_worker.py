@@ -64,14 +64,14 @@ def leverage_scores_are_those_of_one_process(rank, world):
             tolerance = 1e-6 if power == 4 else rounding(k, power)
             assert tolerance <= 1e-6, (kind, power)
             for share in ("even", "uneven", "empty") if kind == "plain" else ("empty",):
-                actual = fkd.leverage_scores(shard(k, rank, world, share), power)
+                actual = levattention.shard_scores(shard(k, rank, world, share), power)
                 target = shard(expected, rank, world, share)
                 torch.testing.assert_close(actual, target, rtol=tolerance, atol=0, msg=label(kind, power, share))
     # Shards in different directions: what is zero throughout a shard is not zero throughout.
     k = keys("plain", d=4)
     k[:, :, :60, 2:] = k[:, :, 60:, :2] = 0
     for power in (1.0, 2.0):
-        actual = fkd.leverage_scores(shard(k, rank, world, "even"), power)
+        actual = levattention.shard_scores(shard(k, rank, world, "even"), power)
         torch.testing.assert_close(actual, shard(levattention.leverage_scores(k, power), rank, world, "even"))
 
 
@@ -79,7 +79,7 @@ def float32_scores_are_the_float64_ones_rounded(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         k = keys("heavy tail").to(dtype)
         for power in (2.0, 3.0):
-            actual = fkd.leverage_scores(shard(k, rank, world), power)
+            actual = levattention.shard_scores(shard(k, rank, world), power)
             assert actual.dtype == torch.float32
             exact = shard(levattention.leverage_scores(k.float().double(), power), rank, world)
             torch.testing.assert_close(actual.double(), exact, rtol=1.2e-7, atol=0)
@@ -90,7 +90,7 @@ def the_universal_set_is_the_very_same(rank, world):
         for eps in (0.03, 0.2):
             for power in {2.0, POWERS.get(kind, 2.0) if eps == 0.03 else 2.0}:
                 k = keys(kind, d=4, seed=int(100 * eps)).to(torch.float32 if power == 2 else torch.float64)
-                actual = fkd.universal_set(shard(k, rank, world, "empty"), eps, power)
+                actual = levattention.shard_set(shard(k, rank, world, "empty"), eps, power)
                 shards = shard(levattention.universal_set(k, eps, power), rank, world, "empty")
                 assert torch.equal(actual, shards), (kind, eps, power)
 
@@ -122,10 +122,10 @@ LISTS = {
     "leverage, power weights": fk.Plan(fk.select.Leverage(9), weights=fk.weights.Power(2.0)),
     "leverage, entmax": fk.Plan(fk.select.Leverage(9), weights=fk.weights.Entmax(1.5)),
     "centred": fk.Plan(fk.select.Leverage(9, centre=True)),
-    "power 1": fk.Plan(fk.select.Leverage(9, power=1.0)),
-    "power 4": fk.Plan(fk.select.Leverage(9, power=4.0)),
+    "power 1": fk.Plan(levattention.Sensitivity(9, power=1.0)),
+    "power 4": fk.Plan(levattention.Sensitivity(9, power=4.0)),
     "universal set": fk.Plan(fk.select.Leverage(eps=0.15), weights=fk.weights.Power(2.0)),
-    "universal set of power 3": fk.Plan(fk.select.Leverage(eps=0.3, power=3.0), weights=fk.weights.Power(3.0)),
+    "universal set of power 3": fk.Plan(levattention.Sensitivity(eps=0.3, power=3.0), weights=fk.weights.Power(3.0)),
     "nobody": fk.Plan(fk.select.Leverage(eps=0.99)),
     "more than there are": fk.Plan(fk.select.Leverage(80)),
     "key norm": fk.Plan(fk.select.KeyNorm(9)),
@@ -300,7 +300,7 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
         ("key (batch, heads, dim): expected", lambda: fkd.universal_set(k[:, : 2 - last], 0.1)),
         ("key dtype: expected the same", lambda: fkd.universal_set(k.float() if last else k, 0.1)),
         ("eps: expected the same on every rank, got 0.1 on rank 0", lambda: fkd.universal_set(k, 0.2 if last else 0.1)),
-        ("power: expected the same", lambda: fkd.leverage_scores(k, 2.0 + last)),
+        ("power: expected the same", lambda: levattention.shard_scores(k, 2.0 + last)),
         ("query (heads): expected", lambda: fkd.attention(q[:, : 4 - 2 * last], k, v, keep=NORM)),
         ("value (dim): expected", lambda: fkd.attention(q, k, v[..., : 5 - last], keep=NORM)),
         ("keep, rest, weights: expected", lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3 + last))),

@@ -43,8 +43,7 @@ from fewkeys.papers.levattention.gram import (
 )
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
 from fewkeys.papers.levattention.search import SCORES, Entries, HeavyEntries, by_head, directly_of, raised
-from fewkeys.sketch.gram import gram
-from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+from fewkeys.papers.levattention.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def sketched_form(sketch: Tensor, total: int, degree: int) -> Estimated:
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), rounding_of(total, BLOCK, columns)
     if degree == 1 or sketch.shape[0] >= columns:
-        sketch = sum(map(gram, sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
+        sketch = sum((part.mT @ part for part in sketch.split(BLOCK)), sketch.new_zeros((columns, columns)))
     return Estimated(sketch, size, gamma, degree)
 
 

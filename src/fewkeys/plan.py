@@ -93,7 +93,7 @@ class Plan:
         if inputs.is_causal and not self.keep.causal:
             raise ValueError(
                 f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
-                "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
+                "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count)"
             )
 
     def never_exact(self) -> Plan:

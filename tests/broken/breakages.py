@@ -328,8 +328,8 @@ BREAKAGES = (
     Breakage(
         "a selector that compares all pairs of keys",
         "select/controls.py",
-        "return shared_top(inputs, _norms(inputs), self.count)",
-        "return shared_top(inputs, (inputs.key @ inputs.key.mT).square().sum(-1), self.count)",
+        "norm: Tensor = torch.linalg.vector_norm(inputs.key.detach(), dim=-1, dtype=torch.float64)",
+        "norm: Tensor = (inputs.key @ inputs.key.mT).square().sum(-1)",
         (TORCH_WORK,),
     ),
     Breakage(
@@ -469,7 +469,7 @@ BREAKAGES = (
     Breakage(
         "shards: importance in clusters of this process alone",
         "sketch/tilted.py",
-        "args.totals.sum(here)",
+        "totals.sum(here)",
         "here",
         (SHARDS,),
     ),

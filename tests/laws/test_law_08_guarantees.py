@@ -69,7 +69,7 @@ def test_zero_keys_have_score_zero():
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 4.0])
 def test_selector_keeps_the_universal_set(power):
     k = keys("heavy tail")
-    mask = fk.select.Leverage(eps=0.1, power=power).graph(k, k).to_mask()
+    mask = levattention.Sensitivity(eps=0.1, power=power).graph(k, k).to_mask()
     assert torch.equal(mask[:, :, 0], levattention.universal_set(k, 0.1, power))
 
 

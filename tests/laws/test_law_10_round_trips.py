@@ -17,7 +17,9 @@ selectors = st.one_of(
     st.builds(fk.Sinks, counts),
     st.builds(fk.select.Leverage, counts, centre=st.booleans()),
     st.builds(
-        lambda eps, p: fk.select.Leverage(eps=eps, power=p), st.floats(0.01, 0.9), st.sampled_from([1.0, 2.0, 4.0])
+        lambda eps, p: fk.papers.levattention.Sensitivity(eps=eps, power=p),
+        st.floats(0.01, 0.9),
+        st.sampled_from([1.0, 2.0, 4.0]),
     ),
     st.builds(fk.select.KeyNorm, counts),
     st.builds(fk.RandomKeys, counts),

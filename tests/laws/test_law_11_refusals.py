@@ -64,7 +64,7 @@ CALLS = {
     "Leverage: expected exactly one of count and eps, got": lambda: fk.select.Leverage(3, eps=0.1),
     "Leverage eps: expected a finite number in": lambda: fk.select.Leverage(eps=1.5),
     "Leverage: eps is a guarantee for uncentred": lambda: fk.select.Leverage(eps=0.5, centre=True),
-    "Leverage power: expected a finite number": lambda: fk.select.Leverage(5, power=0),
+    "Sensitivity power: expected a finite number": lambda: fk.papers.levattention.Sensitivity(5, power=0),
     "KeyNorm count": lambda: fk.select.KeyNorm(0),
     "RandomKeys count": lambda: fk.RandomKeys(0),
     "TopK count": lambda: fk.TopK(0),
@@ -131,7 +131,12 @@ def test_rests_that_see_the_future_refuse_causality(rest, impl):
 
 @pytest.mark.parametrize(
     "keep",
-    [fk.select.BestColumns(4), fk.Outliers(4, 4), fk.select.Leverage(eps=0.5), fk.select.Leverage(4, power=3)],
+    [
+        fk.select.BestColumns(4),
+        fk.Outliers(4, 4),
+        fk.select.Leverage(eps=0.5),
+        fk.papers.levattention.Sensitivity(4, power=3),
+    ],
     ids=str,
 )
 def test_selectors_that_see_the_future_refuse_causality(keep):

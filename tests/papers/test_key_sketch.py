@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from fewkeys.papers import levattention
 from fewkeys.papers.levattention import key_sketch, leverage_scores, universal_set
 from fewkeys.papers.levattention.key_sketch import KeySketch
-from fewkeys.sketch.lewis import tensor_bounds
+from fewkeys.papers.levattention.lewis import tensor_bounds
 from odd_keys import KINDS, keys
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fewkeys.papers.levattention import leverage_scores, universal_set
-from fewkeys.sketch import lewis
-from fewkeys.sketch.lewis import TOLERANCE, lewis_weights, tensor_bounds
-from fewkeys.sketch.tensor_power import tensor_features, width
+from fewkeys.papers.levattention import leverage_scores, lewis, universal_set
+from fewkeys.papers.levattention.lewis import TOLERANCE, lewis_weights, tensor_bounds
+from fewkeys.papers.levattention.tensor_power import tensor_features, width
 from odd_keys import KINDS, keys
 
 POWERS = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -15,8 +15,9 @@ from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
+from fewkeys.papers.sparsefinder.patterns import listed
 from fewkeys.papers.sparsefinder.space import Projection, check_space, projected
-from fewkeys.select.base import Selector, listed
+from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)

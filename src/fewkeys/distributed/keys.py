@@ -5,21 +5,21 @@ Of other ranks' keys, scores need the Gram matrix alone, a sum over keys: D x D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
 from fewkeys.core.precision import working
+from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.totals import OverRanks
-from fewkeys.sketch.leverage import ROUNDING
-from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.sketch.leverage import ROUNDING, leverage_bounds
 
 
-def leverage_scores(
-    key: Tensor, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
-) -> Tensor:
+def leverage_scores(key: Tensor, *, group: dist.ProcessGroup | Communicator | None = None) -> Tensor:
     """The scores of this rank's keys among the keys of all ranks.
 
     A collective: all ranks of the group call it, with the same arguments apart from `key`.
@@ -27,65 +27,66 @@ def leverage_scores(
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards in rank order. N_local may differ between
             ranks and be 0 on some.
-        power: as in `fewkeys.sketch.leverage.leverage_scores`.
         group: a process group, or a `Communicator`, which sets the timeout and counts bytes; None: the default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores of power 2 differ
-        from those of one process in float64 by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition
-        number of the keys with columns of equal norm. Lewis weights magnify this by at most `2 / p` for p <= 2 and
-        `p / 2` for p > 2. Tensor powers differ by at most 1e-6.
+        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores differ from those
+        of one process in float64 by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition number of
+        the keys with columns of equal norm.
 
         Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes for power 2, one more per step for Lewis weights, `8 B H m^2` for m monomials; for float64
-        also one of `8 B H D`.
-        Cost O(N_local D^2) and as many steps as in one process.
+        `8 B H D^2` bytes; for float64 also one of `8 B H D`. Cost O(N_local D^2).
 
     Raises:
         TypeError, ValueError: on every rank, if arguments of one are malformed or arguments differ.
         RuntimeError: no process group, or a rank failed or did not answer within the timeout.
 
-    Source: LevAttention (arXiv 2410.05462), distributed setting.
+    Source: LevAttention (arXiv 2410.05462), distributed setting; `fewkeys.papers.levattention.shard_scores` has other
+    powers.
     """
-    rows, bounds = _bounds("leverage_scores", key, power, group)
+    rows, bounds = of_shard("leverage_scores", key, group, leverage_bounds)
     return bounds.to(rows.dtype)
 
 
-def universal_set(
-    key: Tensor, eps: float, power: float = 2.0, *, group: dist.ProcessGroup | Communicator | None = None
-) -> Tensor:
+def universal_set(key: Tensor, eps: float, *, group: dist.ProcessGroup | Communicator | None = None) -> Tensor:
     """The keys of this rank that belong to the universal set of all ranks' keys. A collective.
 
-    The set holds every attention entry >= `eps` under weights `|s|^p`, for every possible query. It is that of one
+    The set holds every attention entry >= `eps` under weights `|s|^2`, for every possible query. It is that of one
     process, unless a score is within rounding (see `leverage_scores`) of the least that counts, `eps (1 - 1e-9)`.
 
     Args:
-        key, power, group: as in `leverage_scores` here.
+        key, group: as in `leverage_scores` here.
         eps: the smallest entry that must not be missed, in (0, 1).
 
     Returns:
-        bool (B, H, N_local). Over all ranks at most `r / eps` keys per head for p <= 2, r = rank, `r^(p/2) / eps` for
-        p > 2. Bytes, cost and errors as `leverage_scores`.
+        bool (B, H, N_local). Over all ranks at most `rank / eps` keys per head. Bytes, cost and errors as
+        `leverage_scores`.
 
     Source: LevAttention (arXiv 2410.05462), section 2 and the distributed setting.
     """
-    _, bounds = _bounds("universal_set", key, power, group, eps=eps)
+    _, bounds = of_shard("universal_set", key, group, leverage_bounds, eps=eps)
     return bounds >= eps * (1 - ROUNDING)
 
 
-def _bounds(
-    call: str, key: Tensor, power: float, group: dist.ProcessGroup | Communicator | None, **shares: float
+def of_shard(
+    call: str,
+    key: Tensor,
+    group: dist.ProcessGroup | Communicator | None,
+    bounds: Callable[[Tensor, Totals], Tensor],
+    **numbers: float,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's keys, and their scores before rounding, once all ranks agree on the arguments of `call`."""
+    """This rank's keys and their `bounds`, float64, once all ranks agree on the arguments of `call`, `numbers` among
+    them: positive, `eps` below 1.
+    """
     comm = communicator(group)
     with checking(comm, call):
         comm.check_device("key", check_tensor("key", occupied(key)))
         check_finite(key=key)
-        same = {name: check_real(name, share, above=0.0, below=1.0) for name, share in shares.items()}
-        same["power"] = check_real("power", power, above=0.0)
+        limits = {"eps": {"below": 1.0}}
+        same = {name: check_real(name, n, above=0.0, **limits.get(name, {})) for name, n in numbers.items()}
     check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
     rows = working(key).detach()
-    return rows, sensitivity_bounds(rows, same["power"], OverRanks(comm))
+    return rows, bounds(rows, OverRanks(comm))
 
 
 def described(key: Tensor) -> dict[str, object]:

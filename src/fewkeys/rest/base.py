@@ -173,23 +173,20 @@ class Rest(Listed, ABC):
         """Raise `ValueError` where they cannot be made beside `keep`; by default beside lists of cohorts, and beside
         scans, each query of which would have to count the keys that it keeps of every stand-in.
         """
+        name = type(self).__name__
         if keep.cohort_lists > 1:
-            raise ValueError(
-                f"keep: {type(self).__name__} has no stand-ins for cohorts of queries, got {keep}; use "
-                f"ClusterMeans(cohorts={keep.cohort_lists}), Drop(), or cohorts=1 there"
-            )
+            fix = f"use ClusterMeans(cohorts={keep.cohort_lists}), Drop(), or cohorts=1 there"
+            raise ValueError(f"keep: {name} has no stand-ins for cohorts of queries, got {keep}; {fix}")
         if keep.scanned:
-            raise ValueError(
-                f"keep: {type(self).__name__} has no stand-ins for what a KeyScan leaves, got {keep}; use BlockMeans "
-                "beside KeyScan alone, or Drop()"
-            )
+            fix = "use BlockMeans beside KeyScan alone, or Drop()"
+            raise ValueError(f"keep: {name} has no stand-ins for what a KeyScan leaves, got {keep}; {fix}")
 
     def check(self, weights: Weights) -> None:
         """Raise `ValueError` where they have no meaning under `weights`."""
         if not weights.has_sum:
             raise ValueError(
-                f"rest: {type(self).__name__} needs weights that are f(score) over a sum, which "
-                f"{type(weights).__name__} is not (its threshold depends on every score); use rest=Drop() or Softmax()"
+                f"rest: {type(self).__name__} needs weights that are f(score) over a sum, got {weights}, whose "
+                "threshold depends on every score; use rest=Drop() or Softmax()"
             )
 
 

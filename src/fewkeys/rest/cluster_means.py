@@ -9,18 +9,16 @@ import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
 from fewkeys.native.tensors import wants_gradient
-from fewkeys.rest.base import CountedRest, StandIns, unkept, value_shift
+from fewkeys.rest.base import CountedRest, StandIns, value_shift
 from fewkeys.select.base import Selector
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clustering_operations, clusters, frame
-from fewkeys.sketch.cohorts import cohorts
+from fewkeys.sketch.cohorts import Cohorts, cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
-from fewkeys.sketch.sums import sums_by_label
 from fewkeys.sketch.tilted import LARGEST_TILT, tilted_sums
 
 REACH = 0.25
@@ -67,9 +65,8 @@ class ClusterMeans(CountedRest):
 
     def check(self, weights: Weights) -> None:
         super().check(weights)
-        for name, value, usual in (("cohorts", self.cohorts, 1), ("rank", self.rank, 0)):
-            if value != usual and not isinstance(weights, Softmax):
-                raise ValueError(f"rest: ClusterMeans({name}={value}) is defined for Softmax(), got {weights}")
+        if (self.cohorts > 1 or self.rank) and not isinstance(weights, Softmax):
+            raise ValueError(f"rest: ClusterMeans with cohorts or a rank is defined for Softmax(), got {weights}")
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         if not self.rank:
@@ -91,45 +88,34 @@ class ClusterMeans(CountedRest):
 
     def check_beside(self, keep: Selector) -> None:
         if keep.cohort_lists != self.cohorts:
-            raise ValueError(
-                f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
-                f"{'Outliers(cohorts=...)' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
-            )
+            raise ValueError(f"keep: ClusterMeans needs rules for cohorts={self.cohorts}, got {keep}")
         if self.cohorts == 1:
             super().check_beside(keep)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
-        return _tilted(inputs, graph, self) if isinstance(weights, Softmax) else _plain(inputs, graph, self.count)
+        cohort = cohorts(inputs, self.cohorts)
+        return _stand_ins(inputs, graph, self, cohort, cohort.tilt if isinstance(weights, Softmax) else 0.0)
 
 
-def _plain(inputs: Inputs, graph: Graph, count: int) -> StandIns:
-    x, totals = inputs, inputs.whole.totals
-    label, share = clusters(x, count).label, unkept(x, graph)
-    rows = torch.cat([torch.ones_like(share).unsqueeze(-1), working(x.key), working(x.value)], -1)
-    sums = totals.sum(sums_by_label(rows, share.unsqueeze(2), label, count))
-    size = sums[..., 0].detach()
-    key, value = (sums[..., 1:] / _at_least_tiny(size).unsqueeze(-1)).split([x.head_dim, x.value_dim], -1)
-    return StandIns(key, value, size, size, label)
-
-
-def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
-    """S is pooled over cohorts; bounds are around each cohort's own t m_h S."""
-    x, cohort = inputs, cohorts(inputs, rest.cohorts)
+def _stand_ins(inputs: Inputs, graph: Graph, rest: ClusterMeans, cohort: Cohorts, tilt: float) -> StandIns:
+    """`tilt`: t, zero for plain means. S is pooled over cohorts; bounds are around each cohort's own t m_h S."""
+    x = inputs
     columns = graph.shared if cohort.are_one else graph.columns
     if columns is None and cohort.are_one:
         empty = cohort.place[..., :0]
         columns = cohort.lists(empty, empty.bool())
     if columns is None or columns.blocks != cohort.count:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
-    cluster, tilt, rank = clusters(x, rest.count), cohort.tilt, min(rest.rank, x.head_dim, x.value_dim)
-    sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
+    cluster, rank = clusters(x, rest.count), min(rest.rank, x.head_dim, x.value_dim)
+    sums = tilted_sums(x, cohort, cluster, columns, tilt, together=rank > 0)
     middle, unit = frame(x).mean, frame(x).unit
     if compiled_at_once(x) and not wants_gradient(x.key, x.value):
         tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}
         tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": unit}
         numbers = {"tilt": tilt, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
-        return StandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
+        bias = stand_ins.pop("bias")
+        return StandIns(mass=sums.mass, size=sums.size, label=cluster.label, bias=bias if tilt else None, **stand_ins)
     mass, within = _at_least_tiny(sums.mass).unsqueeze(-1), cohort.within.unsqueeze(2)
     offset, value = sums.key / mass, sums.value / mass
     with constants():
@@ -139,7 +125,7 @@ def _tilted(inputs: Inputs, graph: Graph, rest: ClusterMeans) -> StandIns:
         bias = (tilt * (sums.level - importance)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
     if sums.together is None:
-        return StandIns(key, value, sums.mass, sums.size, cluster.label, bias)
+        return StandIns(key, value, sums.mass, sums.size, cluster.label, bias if tilt else None)
     between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
     pooled = (sums.together - between) / _at_least_tiny(sums.mass.sum((2, 3)))[..., None, None]
     pooled = pooled.unsqueeze(2)

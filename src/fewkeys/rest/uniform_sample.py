@@ -18,9 +18,9 @@ from fewkeys.select.controls import uniform
 class UniformSample(CountedRest):
     """`count` keys drawn uniformly from those not kept, each weighted by the size of its share.
 
-    The keys that no shared column keeps are put in random order and cut into `count` shares of (almost) equal size; the
-    first key of each stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep no further
-    keys, and exact for at most `count` such keys.
+    The keys that no shared column keeps are put in random order and dealt into `count` shares of (almost) equal size;
+    the first key of each stands in for it. The estimate of `sum_j f(s_ij) v_j` is unbiased for queries that keep no
+    further keys, and exact for at most `count` such keys.
 
     Slots: count. Draws from the call's `generator` (default: seed 0). Gradients flow through the sampled keys and
     values. Not causal. Source: the residual of HyperAttention (arXiv 2310.05869).
@@ -34,12 +34,7 @@ class UniformSample(CountedRest):
         free, count = unkept(inputs, graph), min(self.count, inputs.keys)
         priority = uniform(inputs, free.shape).to(free.dtype).masked_fill(free == 0, torch.inf)
         order = priority.argsort(-1)
-        rank = order.argsort(-1)
-        # With fewer free keys than shares every key is its own share.
-        available = free.sum(-1, keepdim=True).long().clamp_min(count)
-        share = (rank * count // available).clamp_max(count - 1)
-        first = (torch.arange(count, device=free.device) * available + count - 1) // count
-        index = order.gather(-1, first.clamp_max(inputs.keys - 1))
+        share, index = order.argsort(-1) % count, order[..., :count]
         size = free.new_zeros(index.shape).scatter_add_(-1, share, free).unsqueeze(2)
         key, value = (take(rows, index).unsqueeze(2) for rows in (inputs.key, inputs.value))
         return StandIns(key, value, mass=size, size=size, label=share)

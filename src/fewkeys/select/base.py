@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fewkeys.core.catalogue import Listed
 from fewkeys.core.graph import Columns, Graph
@@ -41,13 +40,22 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a rule chooses without causality among keys that are split over processes: the `count` largest scores, or all
-    of at least `least`. `score` gives those (B, Hkv, N) of the keys of `inputs`, a part of `inputs.whole`.
+    """How a rule chooses keys for all queries: the `count` largest scores, or all of at least `least`. `score` gives
+    those (B, Hkv, N) of the keys of `inputs`, which may be a part of `inputs.whole`.
     """
 
     score: Callable[[Inputs], Tensor]
     count: int | None = None
-    least: float | None = None
+    least: float = 0.0
+
+    def graph(self, inputs: Inputs) -> Graph:
+        """The edges if all keys are here."""
+        score = self.score(inputs)
+        if self.count is not None:
+            return shared_top(inputs, score, self.count)
+        marked = of_valid(inputs, score) >= self.least
+        index = marked_places(marked, least=1)
+        return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
 
 
 class Selector(Listed, ABC):
@@ -104,7 +112,7 @@ class Selector(Listed, ABC):
 
     @property
     def sharded(self) -> Sharded | None:
-        """How the rule chooses over processes; None: it cannot yet."""
+        """How the rule chooses, also over processes, by a score of each key; None: it does not."""
         return None
 
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
@@ -222,13 +230,3 @@ def top_places(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # The order of summation must not depend on the scores.
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
-
-
-def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
-    """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
-    lists = []
-    for mask in masks:
-        place = marked_places(mask)
-        lists.append(place.masked_fill(~mask.gather(-1, place), -1))
-    longest = max(part.shape[-1] for part in lists)
-    return Graph(inputs, rows=torch.cat([pad(part, (0, longest - part.shape[-1]), value=-1) for part in lists], 2))

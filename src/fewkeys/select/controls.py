@@ -1,5 +1,6 @@
 """Controls for every comparison."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,72 +9,64 @@ from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
 from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.select.base import CountedSelector, Sharded, shared_top
+from fewkeys.select.base import CountedSelector, Sharded
 from fewkeys.select.causal import OnlineScore, running_top
 
 
 @dataclass(frozen=True)
-class KeyNorm(CountedSelector):
-    """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
-
+class _Control(CountedSelector, ABC):
     causal = True
+
+    @abstractmethod
+    def score(self, inputs: Inputs) -> Tensor:
+        """(B, Hkv, Nk), of each key whatever the others are."""
 
     @property
     def sharded(self) -> Sharded:
-        return Sharded(score=_norms, count=self.count)
+        return Sharded(self.score, self.count)
+
+    def select(self, inputs: Inputs) -> Graph:
+        if inputs.is_causal:
+            return running_top(inputs, _Given(self.score(inputs)), self.count)
+        return self.sharded.graph(inputs)
+
+
+@dataclass(frozen=True)
+class KeyNorm(_Control):
+    """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
+
+    def score(self, inputs: Inputs) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(inputs.key.detach(), dim=-1, dtype=torch.float64)
+        return norm
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), 2.0 * inputs.head_dim)
 
-    def select(self, inputs: Inputs) -> Graph:
-        if inputs.is_causal:
-            return running_top(inputs, _Norms(), self.count)
-        return shared_top(inputs, _norms(inputs), self.count)
-
 
 @dataclass(frozen=True)
-class RandomKeys(CountedSelector):
+class RandomKeys(_Control):
     """`count` keys drawn by the call's `generator` uniformly without replacement, per head, shared by all queries."""
 
-    causal = True
-
-    @property
-    def sharded(self) -> Sharded:
-        return Sharded(score=_draws, count=self.count)
+    def score(self, inputs: Inputs) -> Tensor:
+        x, first = inputs, inputs.whole.first_key
+        # Drawn by every process for all keys, one key after the other.
+        return uniform(x, (x.whole.keys, x.batch, x.kv_heads))[first : first + x.keys].movedim(0, -1)
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), PER_SORTED)
 
-    def select(self, inputs: Inputs) -> Graph:
-        if inputs.is_causal:
-            return running_top(inputs, _Draws(inputs), self.count)
-        return shared_top(inputs, _draws(inputs), self.count)
 
+class _Given(OnlineScore):
+    """Scores (B, Hkv, Nk) that are known before."""
 
-class _Norms(OnlineScore):
-    def offer(self, key: Tensor, real: Tensor) -> Tensor:
-        return key.double().square().sum(-1)
-
-
-class _Draws(OnlineScore):
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.generator = inputs, generator_of(inputs)
+    def __init__(self, score: Tensor) -> None:
+        self.score_of_rest = score
 
     def offer(self, key: Tensor, real: Tensor) -> Tensor:
-        return uniform(self.inputs, key.shape[:3], self.generator).to(key.dtype)
-
-
-def _norms(inputs: Inputs) -> Tensor:
-    return working(inputs.key.detach()).square().sum(-1)
-
-
-def _draws(inputs: Inputs) -> Tensor:
-    x = inputs
-    drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))  # by every process for all keys, as one would
-    return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]
+        offered, self.score_of_rest = self.score_of_rest.tensor_split([key.shape[2]], -1)
+        return offered
 
 
 def generator_of(inputs: Inputs) -> torch.Generator:

@@ -102,7 +102,7 @@ def _query_sample(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Every s-th real query (B, Hq, M, D), filled up with zeros, and their number (B, 1, 1, 1) for a key head."""
     real, whole = inputs.valid_queries, inputs.whole
     stride = max(1, whole.queries // QUERY_SAMPLE)
-    subset = Subset(stride, -whole.first_query % stride) if real is None else sample(real, QUERY_SAMPLE)
+    subset = Subset(slice(-whole.first_query % stride, None, stride)) if real is None else sample(real, QUERY_SAMPLE)
     count = _count(inputs, subset.real, -(-whole.queries // stride), inputs.gqa_ratio)
     return subset.take(inputs.query.detach()), count
 

@@ -112,7 +112,7 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
     sets, whole, scale = rows.shape[:2], inputs.whole, inputs.scale
     total = rows.shape[2] if inputs.shard is None else inputs.gqa_ratio * whole.queries
     count, step = _at_most(count, total), max(1, total // QUERY_SAMPLE)
-    filled = torch.full(sets, _filled(count, total), device=rows.device)
+    filled = torch.full(sets, -(-total // -(-total // count)) if total else 0, device=rows.device)
     if total and compiled_at_once(inputs):
         steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
         return Cohorts(*native.halve(rows, key, real, count, scale=scale, **steps), filled)
@@ -128,11 +128,6 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
     parts = place, *described(rows, sampled, whole.totals)
     place, mean, within = (part.unflatten(0, sets) for part in parts)
     return Cohorts(place, mean * scale, within * scale**2, filled)
-
-
-def _filled(count: int, total: int) -> int:
-    """How many of `count` cohorts `total` queries fill, one after the other."""
-    return -(-total // -(-total // count)) if total else 0
 
 
 def _at_most(count: int, total: int) -> int:

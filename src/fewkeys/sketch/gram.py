@@ -14,11 +14,6 @@ LEAST_DIRECTION = 4e-6
 """Weaker directions of a subspace, relative to the strongest, count as rounding, in every dtype."""
 
 
-def gram(rows: Tensor) -> Tensor:
-    """`K^T K` (..., D, D) of rows (..., N, D)."""
-    return rows.mT @ rows
-
-
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` in float64: the bits do not depend on the number of threads."""
     return torch.matmul(left.double(), right.double()).to(left.dtype)
@@ -72,8 +67,8 @@ def power_of_two(sizes: Tensor) -> Tensor:
 def gram64(rows: Tensor) -> Tensor:
     """`K^T K` (..., D, D), float64, in O(D^2) memory besides one block of rows (..., N, D)."""
     total = rows.new_zeros((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]), dtype=torch.float64)
-    for part in rows.split(BLOCK, -2):
-        total += gram(part.double())
+    for part in map(Tensor.double, rows.split(BLOCK, -2)):
+        total += part.mT @ part
     return total
 
 

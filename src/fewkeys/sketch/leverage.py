@@ -1,17 +1,20 @@
 """Leverage scores: how much of a key's direction no other key has.
 
 `score_j = k_j^T (K^T K)^+ k_j = sup_y <k_j, y>^2 / sum_l <k_l, y>^2`. With weights `|s|^2` no query can give key j more
-attention, so the keys with `score >= eps` hold every entry >= eps, for any query. The same holds for weights `|s|^p`
-and the l_p sensitivities, which lewis.py bounds.
+attention, so the keys with `score >= eps` hold every entry >= eps, for any query. `fewkeys.papers.levattention` has the
+scores for other weights `|s|^p`.
+
+Directions in which the keys are below their own rounding count as absent (`root64`). If keys are distributed, each
+process computes the scores of its keys, possibly none.
 """
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.precision import full_precision, working
-from fewkeys.core.validation import check_finite, check_real, check_tensor
-from fewkeys.sketch.gram import cholesky_whitener, gram, score_rows
-from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.core.totals import WHOLE, Totals, row_maximum
+from fewkeys.core.validation import check_finite, check_tensor
+from fewkeys.sketch.gram import cholesky_whitener, gram64, inverse_of, power_of_two, root64, score_rows
 
 ROUNDING = 1e-9
 """float64 scores count from `eps * (1 - ROUNDING)` on: rounding cannot drop a key at eps."""
@@ -25,32 +28,64 @@ def checked(name: str, keys: object) -> Tensor:
 
 
 @full_precision()
-def leverage_scores(key: Tensor, power: float = 2.0) -> Tensor:
-    """Upper bounds on the l_p sensitivity `sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p` of every key, p = `power`.
+def leverage_scores(key: Tensor) -> Tensor:
+    """The leverage scores (B, H, N), in [0, 1], of keys (B, H, N, D) of any floating dtype; zero for zero keys.
 
-    power = 2: the sensitivity itself, the leverage score; the sum per head is r = rank(K). Other powers: Lewis
-    weights, sum at most `(1 + 1e-6 max(1, p/2)) r^max(1, p/2)`. Even powers up to 60, while the symmetric tensor powers
-    have at most 2500 columns: also their leverage scores, sum at most `C(r + p/2 - 1, p/2)`; the smaller bound counts.
-    Proofs: docs/levattention.md.
+    The sum per head is rank(K). float64 for float64 input, else float32, rounded by up to some percent. Cost O(N D^2).
+    `TypeError`, `ValueError`: `key` is not a finite floating tensor of rank 4.
 
-    Args:
-        key: (B, H, N, D), any floating dtype. Duplicates, zero keys (score 0) and any rank deficiency are allowed.
-        power: p > 0.
-
-    Returns:
-        (B, H, N), in [0, 1], float64 for float64 input, else float32, rounded by up to some percent for power 2.
-        Cost O(N D^2) for power 2, O(N D^2) a step (3 to 60 for p from 0.5 to 8) for Lewis weights, O(N m^2) for tensor
-        powers of m columns.
-
-    Raises:
-        TypeError, ValueError: `key` is not a finite floating tensor of rank 4, `power` is not positive.
-
-    Source: LevAttention (arXiv 2410.05462), section 2; Cohen and Peng (arXiv 1412.0588) for Lewis weights.
+    Source: LevAttention (arXiv 2410.05462), section 2.
     """
-    rows = checked("key", key)
-    power = check_real("power", power, above=0.0)
-    root = None if power != 2 or rows.dtype == torch.float64 else cholesky_whitener(gram(rows))
+    return quick_scores(checked("key", key))
+
+
+def quick_scores(rows: Tensor) -> Tensor:
+    """Leverage scores in the dtype of rows (B, H, N, D)."""
+    root = None if rows.dtype == torch.float64 else cholesky_whitener(rows.mT @ rows)
     if root is None:
         # float32 would treat directions below 1/400 of the strongest as absent.
-        return sensitivity_bounds(rows, power).to(rows.dtype)
+        return leverage_bounds(rows).to(rows.dtype)
     return score_rows(rows, root)
+
+
+def leverage_bounds(rows: Tensor, totals: Totals = WHOLE) -> Tensor:
+    """Leverage scores (B, H, N), float64, rounded up, of rows (B, H, N, D)."""
+    return weighted_leverage(*whitened(rows, totals), totals)[0].clamp_max(1.0)
+
+
+def whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
+    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection, and which columns are zero, bool (B, H, r)."""
+    if rows.dtype == torch.float64:  # whose squares float64 may not hold; powers of two cancel
+        rows = rows / power_of_two(totals.max(row_maximum(rows.abs().mT)).mT.clamp_min(0.0))
+    root = root64(totals.sum(gram64(rows)), rows.dtype)
+    kept = (root != 0).flatten(0, -2).any(0)
+    kept[0] |= ~kept.any()
+    root = root[..., kept]
+    return rows.double() @ root, (root == 0).all(-2)
+
+
+def weighted_leverage(
+    basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`k^T M^-1 k` (B, H, N), rounded up, `M = sum_l weight_l k_l k_l^T` without `empty` columns; and its error."""
+    matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
+    root, doubt = inverse_root(matrix, empty.double())
+    return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
+
+
+def inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """W with `W W^T = matrix^-1`, and the relative error (B, H) of any `k^T W W^T k`; infinite: no inverse.
+
+    Zero columns, marked in `empty` (B, H, D), get a one on the diagonal. After scaling to a unit diagonal, Cholesky's
+    error in the matrix is at most a small multiple of `D u`, magnified by the inverse, whose norm is at most `|W|_F^2`.
+    """
+    scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
+    matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)
+    finite = matrix.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    factor, info = torch.linalg.cholesky_ex(torch.where(finite[..., None, None], matrix, eye))
+    sound = finite & (info == 0)
+    factor = torch.where(sound[..., None, None], factor, eye)
+    root = inverse_of(factor)
+    error = 4 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * root.square().sum((-2, -1))
+    return root * scale.unsqueeze(-1), torch.where(sound, error, torch.inf)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.rows import marked_places
+from fewkeys.core.rows import marked_places, take
 from fewkeys.core.totals import WHOLE, Totals
 
 PART = 4
@@ -14,20 +14,17 @@ PART = 4
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Every `stride`-th row of every sequence from `start` on, or those at `index` (B, M); `real` (B, M), None: all."""
+    """Rows of every sequence: those in a slice, or at places (B, M); `real` (B, M), None: all."""
 
-    stride: int = 1
-    start: int = 0
-    index: Tensor | None = None
+    place: slice | Tensor
     real: Tensor | None = None
 
     def take(self, rows: Tensor) -> Tensor:
         """These rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
-        if self.index is None:
-            rows = rows[:, :, self.start :: self.stride]
+        if isinstance(self.place, slice):
+            rows = rows[:, :, self.place]
         else:
-            index = self.index[:, None, :, None]
-            rows = rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3]))
+            rows = take(rows, self.place[:, None].expand(-1, rows.shape[1], -1))
         if self.real is None:
             return rows
         # A product is several times as fast as masked_fill.
@@ -40,9 +37,9 @@ def sample(real: Tensor, most: int | Tensor) -> Subset:
     sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
     step = int(stride.max())
     if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
-        return Subset(step, real=sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))])
+        return Subset(slice(None, None, step), sampled[:, ::step][:, : max(1, int(sampled.sum(-1).max()))])
     index = marked_places(sampled, least=1)
-    return Subset(index=index, real=sampled.gather(-1, index))
+    return Subset(index, sampled.gather(-1, index))
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
@@ -50,7 +47,7 @@ def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
     if inputs.valid is not None:
         return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))
     stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
-    return Subset(stride, -inputs.whole.first_key % stride)
+    return Subset(slice(-inputs.whole.first_key % stride, None, stride))
 
 
 def centre(rows: Tensor, valid: Tensor | None, totals: Totals = WHOLE) -> Tensor:

@@ -4,7 +4,6 @@ With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and it
 are `e_hj = exp(t (g_hj - g_hc))`, exponents clamped to +-2 (`rest.ClusterMeans` has the reason).
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants, recomputed
+from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
@@ -44,75 +44,68 @@ class Tilted(NamedTuple):
 
 
 def tilted_sums(
-    inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
+    inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, lists: Columns, tilt: float, *, together: bool
 ) -> Tilted:
-    """The sums without each cohort's keys `index` (B, Hkv, H, S), those `used`. Cost O(n H (D + Dv) + n D Dv)."""
+    """The sums without the keys on each cohort's list. Cost O(n H (D + Dv) + n D Dv)."""
     x, totals = inputs, inputs.whole.totals
     facts = {"real": x.valid, "label": clusters.label, "half_variance": half_variance(x, cohorts.within)}
-    facts |= {"middle": frame(x).mean, "mean": cohorts.mean, "index": index, "used": used, "filled": cohorts.filled}
-    args = TiltArgs(facts, clusters.count, together, cohorts.tilt, totals)
-    *by_cluster, level, products = (_by_kernels if compiled_at_once(x) else _by_torch)(x.key, x.value, args)
+    facts |= {"index": lists.index, "used": lists.used, "middle": frame(x).mean}
+    facts |= {"mean": cohorts.mean, "filled": cohorts.filled}
+    answer = _by_kernels if compiled_at_once(x) else _by_torch
+    *by_cluster, level, products = answer(x.key, x.value, facts, clusters.count, together, tilt, totals)
     mass, energy, size, key, value = map(totals.sum, by_cluster)
     return Tilted(mass, energy, size, key, value, level, None if products is None else totals.sum(products))
 
 
-@dataclass(frozen=True, eq=False)
-class TiltArgs:
-    """Arguments of the sums over `count` clusters.
-
-    `facts`: "real" (B, Nk) or None; "label" and "half_variance" (B, Hkv, Nk); "middle", the mean key; "mean" and
-    "filled" of `Cohorts`; "index" and "used" of `tilted_sums`.
+def _by_torch(
+    key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, tilt: float, totals: Totals
+) -> Tilted:
+    """`facts`: "real" (B, Nk) or None; "label" and "half_variance" (B, Hkv, Nk); "middle", the mean key; "mean" and
+    "filled" of `Cohorts`; "index" and "used" of the lists.
     """
-
-    facts: dict[str, Any]
-    count: int
-    together: bool
-    tilt: float
-    totals: Totals
-
-
-def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
-    facts, label, half_variance = args.facts, args.facts["label"], args.facts["half_variance"].unsqueeze(-1)
+    label, half_variance = facts["label"], facts["half_variance"].unsqueeze(-1)
     centred, values = working(key) - facts["middle"], working(value)
     columns = [torch.ones_like(half_variance), half_variance, centred, values]
     with constants():
-        level, members = _levels(torch.cat(columns[:3], -1), args)
-        e = _weights(centred, args, level)
+        level, members = _levels(torch.cat(columns[:3], -1), facts, count, totals)
+        e = _weights(centred, facts, tilt, level)
         listed = label.gather(-1, facts["index"].flatten(2)).view_as(facts["index"])
         size = members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, facts["used"].to(level.dtype))
-    sums = sums_by_label(torch.cat(columns, -1), e, label, args.count)
+    sums = sums_by_label(torch.cat(columns, -1), e, label, count)
     mass, half_energy, key_sum, value_sum = sums.split([part.shape[-1] for part in columns], -1)
     mass, energy = mass.detach().squeeze(-1), 2 * half_energy.detach().squeeze(-1)
-    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
+    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if together else None
     return Tilted(mass, energy, size, key_sum, value_sum, level, products)
 
 
-def _levels(rows: Tensor, args: TiltArgs) -> tuple[Tensor, Tensor]:
+def _levels(rows: Tensor, facts: dict[str, Any], count: int, totals: Totals) -> tuple[Tensor, Tensor]:
     """g_hc (B, Hkv, H, C), and the real keys here, (B, Hkv, C), from `[1, k^T W k / 2, k]` (B, Hkv, N, 2 + D)."""
-    facts, ones = args.facts, rows[..., 0]
+    ones = rows[..., 0]
     real = ones if facts["real"] is None else facts["real"][:, None] * ones
-    here = sums_by_label(rows, real.unsqueeze(2), facts["label"], args.count).squeeze(2)
-    sums = args.totals.sum(here)
+    here = sums_by_label(rows, real.unsqueeze(2), facts["label"], count).squeeze(2)
+    sums = totals.sum(here)
     mean = sums[..., 1:] / sums[..., :1].clamp_min(1)
     return facts["mean"] @ mean[..., 1:].mT + mean[..., :1].mT, here[..., 0]
 
 
-def _weights(centred: Tensor, args: TiltArgs, level: Tensor) -> Tensor:
+def _weights(centred: Tensor, facts: dict[str, Any], tilt: float, level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
-    facts = args.facts
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
     importance: Tensor = facts["mean"] @ centred.mT + facts["half_variance"].unsqueeze(2)
-    e = importance.sub_(level.gather(-1, label)).mul_(args.tilt).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    e = importance.sub_(level.gather(-1, label)).mul_(tilt).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if facts["real"] is not None:
         e.mul_(facts["real"][:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
     return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
-def _by_kernels(key: Tensor, value: Tensor, args: TiltArgs) -> Tilted:
+def _by_kernels(
+    key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, tilt: float, totals: Totals
+) -> Tilted:
     def kernel(key: Tensor, value: Tensor) -> Any:
-        return native.tilt(key, value, args.facts, args.count, args.together, tilt=args.tilt, largest=LARGEST_TILT)
+        return native.tilt(key, value, facts, count, together, tilt=tilt, largest=LARGEST_TILT)
 
     if not wants_gradient(key, value):
         return Tilted(*kernel(key, value))
-    return Tilted(*recomputed(kernel, partial(_by_torch, args=args), key, value, constant=(0, 1, 2, 5)))
+    by_torch = partial(_by_torch, facts=facts, count=count, together=together, tilt=tilt, totals=totals)
+    return Tilted(*recomputed(kernel, by_torch, key, value, constant=(0, 1, 2, 5)))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
-from fewkeys.sketch.gram import gram, inverse_of
-from fewkeys.sketch.lewis import lewis_weights
-from fewkeys.sketch.tensor_power import tensor_features, width
+from fewkeys.papers.levattention.lewis import lewis_weights
+from fewkeys.papers.levattention.tensor_power import tensor_features, width
+from fewkeys.sketch.gram import inverse_of
 
 BLOCK_FEATURES = 1 << 22
 """Features in memory at once."""
@@ -55,7 +55,8 @@ def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
     block = min(BLOCK, max(1, BLOCK_FEATURES // columns))
     total = keys.key.new_zeros((columns, columns), dtype=torch.float64)
     for part in keys.blocks(block):
-        total += gram(tensor_features(part, degree))
+        features = tensor_features(part, degree)
+        total += features.mT @ features
     return Normaliser(total, total.diagonal().sqrt(), rounding_of(len(keys), block, columns), degree)
 
 

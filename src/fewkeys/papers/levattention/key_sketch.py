@@ -16,9 +16,9 @@ from torch import Tensor
 from fewkeys.core.precision import full_precision
 from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_real
-from fewkeys.sketch.gram import BLOCK, gram, root64, score_rows
+from fewkeys.papers.levattention.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+from fewkeys.sketch.gram import BLOCK, root64, score_rows
 from fewkeys.sketch.leverage import checked
-from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 ROUNDING = 1e-6
 """The relative margin below eps, besides the error of the score, from which a key is dropped."""
@@ -90,7 +90,8 @@ class KeySketch:
         self._open(rows)
         self._enlarge(rows.abs().amax((2, 3), keepdim=True).double().frexp().exponent.clamp_min(LEAST_EXPONENT))
         for part in rows.split(BLOCK, 2):
-            self._gram += gram(self._features(part))
+            features = self._features(part)
+            self._gram += features.mT @ features
             place = torch.arange(self.count, self.count + part.shape[2], device=rows.device)
             self._append(part, place.expand(part.shape[:3]))
             self.count += part.shape[2]

@@ -16,8 +16,8 @@ from fewkeys.core.precision import full_precision, working_dtype
 from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.papers.levattention.gram import candidates, exact_form
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.tensor_power import MAX_WIDTH, even_degree, width
 from fewkeys.sketch.gram import power_of_two
-from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
 
 Entries = tuple[Tensor, Tensor, Tensor]
 """Rows, columns and values of some entries of one head."""

@@ -15,6 +15,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups, member_ids
+from fewkeys.papers.sparsefinder.patterns import listed
 from fewkeys.papers.sparsefinder.space import (
     Centroids,
     Edges,
@@ -28,7 +29,7 @@ from fewkeys.papers.sparsefinder.space import (
     projected,
     space_work,
 )
-from fewkeys.select.base import Selector, listed
+from fewkeys.select.base import Selector
 from fewkeys.select.recent import RecentBlocks
 
 Kind = Literal["equal_size", "uniform"]

@@ -1,18 +1,21 @@
 """Graphs beside the predicted ones: the gold graph, global tokens, and random edges."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import marked_places
 from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
-from fewkeys.select.base import CountedSelector, Selector, listed
+from fewkeys.select.base import CountedSelector, Selector
 from fewkeys.select.controls import generator_of, uniform
 from fewkeys.select.top_k import score_blocks
 from fewkeys.select.window import Sinks
@@ -95,3 +98,13 @@ class RandomEdges(CountedSelector):
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), float(inputs.queries))
+
+
+def listed(inputs: Inputs, masks: Iterable[Tensor]) -> Graph:
+    """The graph of masks (B, Hq, m, Nk) of consecutive blocks of queries."""
+    lists = []
+    for mask in masks:
+        place = marked_places(mask)
+        lists.append(place.masked_fill(~mask.gather(-1, place), -1))
+    longest = max(part.shape[-1] for part in lists)
+    return Graph(inputs, rows=torch.cat([pad(part, (0, longest - part.shape[-1]), value=-1) for part in lists], 2))

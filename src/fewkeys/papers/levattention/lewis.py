@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.totals import WHOLE, Totals, row_maximum
-from fewkeys.sketch.gram import gram64, inverse_of, power_of_two, root64
-from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+from fewkeys.papers.levattention.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+from fewkeys.sketch.gram import gram64
+from fewkeys.sketch.leverage import inverse_root, leverage_bounds, weighted_leverage, whitened
 
 TOLERANCE = 1e-6
 MAX_STEPS = 1000
@@ -53,9 +54,9 @@ def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Te
     For even powers up to 60 whose features have at most `MAX_WIDTH` columns and fewer than n, the smaller of both
     bounds above. `rows` are those of this process, possibly none.
     """
-    rows, degree = _in_units(rows, totals), even_degree(power)
+    degree = even_degree(power)
     if degree == 1:
-        return _leverage(*_whitened(rows, totals), totals)[0].clamp_max(1.0)
+        return leverage_bounds(rows, totals)
     bounds = lewis_weights(rows, power, totals).bounds
     if degree and (columns := width(rows.shape[-1], degree)) <= MAX_WIDTH:
         keys = int(totals.sum(torch.tensor(rows.shape[-2], device=rows.device)))
@@ -71,14 +72,14 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     number. Where features are still linearly dependent in float64, bounds are 1: leaving out directions would
     understate scores. Cost O(n m^2) for m features.
     """
-    basis, _ = _whitened(rows, totals)
+    basis, _ = whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
     parts = basis.split(max(1, FEATURES // (columns * heads)), -2)
     total = basis.new_zeros((*basis.shape[:-2], columns, columns))
     for part in parts:
         total += gram64(tensor_features(part, degree))
     total = totals.sum(total)
-    root, doubt = _inverse_root(total, (total.diagonal(dim1=-2, dim2=-1) == 0).double())
+    root, doubt = inverse_root(total, (total.diagonal(dim1=-2, dim2=-1) == 0).double())
     scores = torch.cat([(tensor_features(part, degree) @ root).square().sum(-1) for part in parts], -1)
     bounds = (scores * (1 + doubt).unsqueeze(-1)).clamp_max(1.0)
     return bounds.where(doubt.unsqueeze(-1) <= TOLERANCE, 1.0)
@@ -86,15 +87,15 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
 
 def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
     """Lewis weights of rows (B, H, N, D) for a power p > 0, and their bounds."""
-    basis, empty = _whitened(rows, totals)
+    basis, empty = whitened(rows, totals)
     rank = (~empty).sum(-1).double()
     target = rank.clamp_min(1).log() * max(1.0, power / 2)
-    weights, _ = _leverage(basis, empty, totals)
+    weights, _ = weighted_leverage(basis, empty, totals)
     real = weights > 0
     log = weights.where(real, 1.0).log()
     steps = 0
     while True:
-        tau, doubt = _leverage(basis, empty, totals, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
+        tau, doubt = weighted_leverage(basis, empty, totals, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
         sound = doubt <= MAX_DOUBT
         log_tau = torch.where(real, tau.clamp_min(torch.finfo(tau.dtype).tiny), 1.0).log()
         bounds = power / 2 * log_tau
@@ -115,44 +116,3 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
         log = torch.where(sound.unsqueeze(-1), following, log)
     bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
     return Lewis(torch.where(real, log.exp(), 0.0), bounds.where(real, 0.0), excess, steps)
-
-
-def _in_units(rows: Tensor, totals: Totals) -> Tensor:
-    """Rows whose squares float64 holds: float64 ones with their columns divided by powers of two, which cancel."""
-    if rows.dtype != torch.float64:
-        return rows
-    return rows / power_of_two(totals.max(row_maximum(rows.abs().mT)).mT.clamp_min(0.0))
-
-
-def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
-    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection, and which columns are zero, bool (B, H, r)."""
-    root = root64(totals.sum(gram64(rows)), rows.dtype)
-    kept = (root != 0).flatten(0, -2).any(0)
-    kept[0] |= ~kept.any()
-    root = root[..., kept]
-    return rows.double() @ root, (root == 0).all(-2)
-
-
-def _leverage(basis: Tensor, empty: Tensor, totals: Totals, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`k^T M^-1 k` (B, H, N), rounded up, `M = sum_l weight_l k_l k_l^T` without `empty` columns; and its error."""
-    matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
-    root, doubt = _inverse_root(matrix, empty.double())
-    return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
-
-
-def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """W with `W W^T = matrix^-1`, and the relative error (B, H) of any `k^T W W^T k`; infinite: no inverse.
-
-    Zero columns, marked in `empty` (B, H, D), get a one on the diagonal. After scaling to a unit diagonal, Cholesky's
-    error in the matrix is at most a small multiple of `D u`, magnified by the inverse, whose norm is at most `|W|_F^2`.
-    """
-    scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
-    matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)
-    finite = matrix.isfinite().all(-1).all(-1)
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    factor, info = torch.linalg.cholesky_ex(torch.where(finite[..., None, None], matrix, eye))
-    sound = finite & (info == 0)
-    factor = torch.where(sound[..., None, None], factor, eye)
-    root = inverse_of(factor)
-    error = 4 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * root.square().sum((-2, -1))
-    return root * scale.unsqueeze(-1), torch.where(sound, error, torch.inf)
