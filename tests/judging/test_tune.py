@@ -14,7 +14,7 @@ from fewkeys.integrations.compare import compare
 from fewkeys.integrations.transformers import capture
 from fewkeys.plan import Plan
 from fewkeys.tuning import tune as module
-from fewkeys.tuning.allocate import _spend, within_error, within_slots
+from fewkeys.tuning.allocate import within_error, within_slots
 from fewkeys.tuning.candidates import Candidate, splits, variants
 from fewkeys.tuning.score import layer_error, score_layer
 from tiny_models import MODELS, tokens
@@ -320,6 +320,5 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
 def test_what_is_left_is_spent_where_a_slot_gains_most():
     cost = torch.tensor([[1.0, 0.5], [1.0, 0.8]])
     slots = torch.tensor([[1.0, 1.5], [1.0, 1.1]])
-    none = torch.zeros(2, dtype=torch.int64)
-    assert _spend(cost, slots, none, 1.25).tolist() == [0, 1]
-    assert _spend(cost, slots, none, 1.35).tolist() == [1, 1]
+    assert within_slots(cost, slots, 1.25).tolist() == [0, 1]
+    assert within_slots(cost, slots, 1.35).tolist() == [1, 1]

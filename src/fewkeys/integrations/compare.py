@@ -188,7 +188,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         worst_head_error=float(error.flatten()[worst]),
         mass=float(mass.mean()),
         recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
-        **vars(entry.effect),
+        **entry.effect,
         ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # a speed of 1
         exact_ms=median(entry.exact_ms),
         per_layer={

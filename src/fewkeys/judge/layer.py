@@ -17,8 +17,8 @@ from fewkeys.core.precision import full_precision
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import prepare
 from fewkeys.flow import Choice, by_plan, canonicalise, choose, run
-from fewkeys.judge.exact import Block, Exact, kept_mass
-from fewkeys.judge.result import Effect, Sample
+from fewkeys.judge.exact import Block, Exact
+from fewkeys.judge.result import Sample
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -69,7 +69,7 @@ class Entry:
     reason: str | None = None
     ms: list[float] = field(default_factory=list)
     exact_ms: list[float] = field(default_factory=list)
-    effect: Effect = field(default_factory=Effect)
+    effect: dict[str, float] = field(default_factory=dict)
     kept: list[list[str]] = field(default_factory=list)
 
     @property
@@ -109,10 +109,10 @@ def judge_block(
         price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
-    mass, slots = kept_mass(truth.weights, edges)
+    mass, slots = (truth.weights * edges).sum(-1), edges.sum(-1)
     # A head that keeps every key has no stand-ins to pay for.
     seen = visible(inputs, 0, inputs.queries).sum(-1)
-    slots += price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
+    slots = slots + price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
     errors = relative_error(output, truth.output)
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:
