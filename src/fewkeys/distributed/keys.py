@@ -5,14 +5,14 @@ Of other ranks' keys, scores need the Gram matrix alone, a sum over keys: D x D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_finite, check_real, check_tensor
-from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 
@@ -78,17 +78,30 @@ def _bounds(
 ) -> tuple[Tensor, Tensor]:
     """This rank's keys, and their scores before rounding, once all ranks agree on the arguments of `call`."""
     comm = communicator(group)
-    with checking(comm, call):
-        comm.check_device("key", check_tensor("key", occupied(key)))
+    with comm.checking(call):
+        check_tensor("key", occupied(key))
         check_finite(key=key)
         same = {name: check_real(name, share, above=0.0, below=1.0) for name, share in shares.items()}
         same["power"] = check_real("power", power, above=0.0)
-    check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
+    check_tokens(comm.agree(call, {**described(key), **same}, key.shape[2]))
     rows = working(key).detach()
-    return rows, sensitivity_bounds(rows, same["power"], OverRanks(comm))
+    return rows, sensitivity_bounds(rows, same["power"], comm)
 
 
 def described(key: Tensor) -> dict[str, object]:
     """What ranks must agree on about their keys."""
     batch, heads, _, size = key.shape
     return {"key (batch, heads, dim)": [batch, heads, size], "key dtype": str(key.dtype), "key device": key.device.type}
+
+
+def occupied(tensor: object) -> object:
+    """One token of zeros for a tensor without tokens, which checks refuse; anything else as it is."""
+    if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.shape[2] == 0:
+        return tensor.new_zeros((*tensor.shape[:2], 1, tensor.shape[3]))
+    return tensor
+
+
+def check_tokens(tokens: Sequence[int]) -> None:
+    """Raise `ValueError` where all shards are empty."""
+    if not any(tokens):
+        raise ValueError("key: expected at least one token on some rank, got none on any")

@@ -133,7 +133,7 @@ def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Tota
         middle = _by_set(median.squeeze(-1), label)
         smaller, equal = smaller | (equal & (byte < middle)), equal & (byte == middle)
     place, _ = places(torch.where(equal, label, sets), sets + 1, totals)
-    return smaller | (equal & (place < _by_set(left, label))) | _by_set(real <= rank, label)
+    return smaller | (equal & (place < _by_set(left, label)))
 
 
 def _by_set(values: Tensor, label: Tensor) -> Tensor:
