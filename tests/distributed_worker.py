@@ -1,5 +1,6 @@
 """What one rank of the tests in test_distributed.py does. Every rank knows the whole problem and takes its shard."""
 
+import functools
 import json
 import os
 import re
@@ -332,22 +333,24 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
 
 def what_is_not_supported_is_said(rank, world):
     q, k, v = (shard(tensor, rank, world) for tensor in problem())
-    only = (
-        "keep: expected Leverage, KeyNorm or RandomKeys alone, or Outliers as in budget(slots), which work over ranks"
-    )
-    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.TopK(3)))
-    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.select.Leverage(3) | fk.Window(8)))
-    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2, cohorts=2) | fk.Sinks(1)))
-    alone = "rest: expected Drop(), or ClusterMeans beside Outliers, got ClusterMeans"
-    raises(ValueError, alone, lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.ClusterMeans(2)))
-    causal = "keep: expected KeyScan, the causal rule that works over ranks"
-    raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=fk.Window(3), is_causal=True))
-    forgets = fk.budget(64, is_causal=True, memory="constant")
-    raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=forgets.keep, rest=forgets.rest, is_causal=True))
-    scan = fk.KeyScan(3)
-    # Their statistics would be those of this rank's queries.
-    beside = "keep: expected Window, Sinks or a rule that scores keys beside KeyScan"
-    raises(ValueError, beside, lambda: fkd.attention(q, k, v, keep=scan | fk.Outliers(3, 2)))
+    scan, forgets = fk.KeyScan(3), fk.budget(64, is_causal=True, memory="constant")
+    for keep, rest, is_causal in (
+        (fk.TopK(3), None, False),
+        (fk.select.Leverage(3) | fk.Window(8), None, False),
+        (fk.Outliers(3, 2, cohorts=2) | fk.Sinks(1), None, False),
+        (NORM, fk.ClusterMeans(2), False),
+        (NORM, fk.rest.UniformSample(3), False),
+        # Its statistics would be those of a shard alone.
+        (fk.Outliers(3, 2), fk.rest.UniformSample(3), False),
+        # Their statistics would be those of this rank's queries.
+        (scan | fk.Outliers(3, 2), None, False),
+        (fk.Window(3), None, True),
+        (forgets.keep, forgets.rest, True),
+        (None, None, False),
+    ):
+        attend = functools.partial(fkd.attention, q, k, v, keep=keep, rest=rest, is_causal=is_causal)
+        raises(ValueError, "keep, rest: expected what works over ranks, KeyScan alone or beside", attend)
+        raises(ValueError, f"got {fk.Plan(keep, rest or fk.Drop())}{', is_causal=True' * is_causal};", attend)
     few = [shard(tensor, rank, world, "empty") for tensor in problem()]
     future = "is_causal: KeyScan(count=3) | Leverage(count=None, eps=0.2"
     raises(ValueError, future, lambda: fkd.attention(*few, keep=scan | fk.select.Leverage(eps=0.2), is_causal=True))
@@ -356,14 +359,7 @@ def what_is_not_supported_is_said(rank, world):
     raises(TypeError, flag, lambda: fkd.attention(q, k, v, keep=scan, is_causal="False"))
     cohorts = fk.Outliers(3, 2, cohorts=2) | fk.Window(3)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=cohorts))
-    raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
-    raises(
-        ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=NORM, rest=fk.rest.UniformSample(3))
-    )
-    # Its statistics would be those of a shard alone.
-    of_shard = "rest: expected Drop(), or ClusterMeans beside Outliers, got UniformSample"
-    raises(ValueError, of_shard, lambda: fkd.attention(q, k, v, keep=fk.Outliers(3, 2), rest=fk.rest.UniformSample(3)))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=NORM))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))

@@ -469,8 +469,8 @@ BREAKAGES = (
     Breakage(
         "shards: of equal scores none goes left",
         "sketch/halves.py",
-        "return smaller | (equal & (place < _by_set(left, label)))",
-        "return smaller",
+        "return (number < at_cut) | ((number == at_cut) & (place < _by_set(left, label)))",
+        "return number < at_cut",
         (APART,),
     ),
     Breakage(

@@ -117,30 +117,22 @@ def attention(
 
 
 def _rule(plan: Plan, is_causal: bool) -> Outliers | Sharded | None:
-    """The rule of a plan: `Outliers`, beside windows; or one that scores keys, alone; None for a scan, beside rules
-    that read no queries.
+    """The rule of a plan: `Outliers`, beside windows; or one that scores keys; None for a scan, beside rules that read
+    no queries.
     """
-    if plan.scanned:
-        if not all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
-            raise ValueError(f"keep: expected Window, Sinks or a rule that scores keys beside KeyScan, got {plan.keep}")
+    if plan.scanned and all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
         return None
-    if is_causal:
-        raise ValueError(
-            f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
-            "fewkeys.budget(slots, is_causal=True)"
-        )
-    parts = [part for part in plan.parts if not isinstance(part, Window)]
-    rule = parts[0] if len(parts) == 1 else None
-    if isinstance(rule, Outliers) and isinstance(plan.rest, ClusterMeans | Drop):
-        return rule
-    if plan.rest != Drop():
-        raise ValueError(f"rest: expected Drop(), or ClusterMeans beside Outliers, got {plan.rest}; use budget(slots)")
-    if rule is None or rule.sharded is None or len(plan.parts) > 1:
-        raise ValueError(
-            "keep: expected Leverage, KeyNorm or RandomKeys alone, or Outliers as in budget(slots), which work over "
-            f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
-        )
-    return rule.sharded
+    rules = [part for part in plan.parts if not isinstance(part, Window)]
+    if len(rules) == 1 and not (plan.scanned or is_causal):
+        if isinstance(rules[0], Outliers) and isinstance(plan.rest, ClusterMeans | Drop):
+            return rules[0]
+        if len(plan.parts) == 1 and plan.rest == Drop() and rules[0].sharded is not None:
+            return rules[0].sharded
+    raise ValueError(
+        "keep, rest: expected what works over ranks, KeyScan alone or beside Window, Sinks or rules that score keys; "
+        "without causality Outliers, with Window and ClusterMeans, or Leverage, KeyNorm or RandomKeys alone; got "
+        f"{plan}{', is_causal=True' if is_causal else ''}; use budget(slots)"
+    )
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Inputs:

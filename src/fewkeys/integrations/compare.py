@@ -100,7 +100,7 @@ def compare(
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
         skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
-        sample=heaviest.sample(),
+        sample=heaviest.sample if all(heaviest.sample.keys) else None,
     )
 
 
