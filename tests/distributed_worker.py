@@ -137,6 +137,9 @@ MEANS = {
     "one cohort": fk.budget(32, cohorts=1),
     "one cohort, power weights": fk.Plan(fk.Outliers(5, 6) | fk.Window(9), fk.ClusterMeans(6), fk.weights.Power(2.0)),
     "two cohorts": fk.Plan(fk.Outliers(5, 6, cohorts=2), fk.ClusterMeans(6, cohorts=2)),
+    "a window wider than the sequence": fk.Plan(
+        fk.Outliers(5, 6, cohorts=2) | fk.Window(999), fk.ClusterMeans(6, cohorts=2)
+    ),
     "cohorts, wide window": fk.Plan(
         fk.Outliers(5, 6, cohorts=4) | fk.Window(60), fk.ClusterMeans(6, rank=2, cohorts=4)
     ),

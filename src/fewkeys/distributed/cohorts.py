@@ -33,7 +33,9 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], ra
     Each of R ranks sends about 2 B Hkv (H S + R W) (D + Dv + 1) numbers for H cohorts with lists of S keys and a window
     of W keys.
     """
-    x, reach, first = inputs, band(plan), inputs.whole.first_key
+    x, first, reach = inputs, inputs.whole.first_key, band(plan)
+    left, right = (min(side, x.whole.keys) for side in reach or (0, 0))
+    reach = (left, right) if reach else None
     with torch.no_grad():
         cohort = cohorts(x, keep.cohorts)
         score = cohort.mean @ working(x.key.detach()).mT + keep.common(x, cohort).unsqueeze(2)
@@ -47,7 +49,6 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: Sequence[int], ra
         stand_ins = plan.rest.prepare(x, graph, plan.weights)
         # Labels are small: every float holds them exactly.
         rows = torch.cat([rows, stand_ins.label.to(rows.dtype).unsqueeze(-1)], -1)
-    left, right = reach or (0, 0)
     start = torch.tensor([0, *accumulate(tokens)], device=rows.device).unsqueeze(1)
     before, after = (torch.arange(*ends, device=rows.device) for ends in ((-left, 0), (0, right)))
     edge = torch.cat([start[:-1] + before, start[1:] + after], 1)
