@@ -209,8 +209,8 @@ BREAKAGES = (
     Breakage(
         "shards: the keys after a shard are all of one cluster",
         "distributed/cohorts.py",
-        "near[..., -1].long()",
-        "pad(near[:, :, : near.shape[2] - after.shape[2], -1].long(), (0, after.shape[2]))",
+        "label=rows[..., -1].long()",
+        "label=rows[..., -1].long().where(torch.arange(rows.shape[2]) < near.shape[2] - right, 0)",
         (SHARDS,),
     ),
     Breakage(
@@ -462,8 +462,8 @@ BREAKAGES = (
     Breakage(
         "shards: of equal scores none goes left",
         "sketch/halves.py",
-        "return smaller | (equal & (place < _by_set(left, label))) | _by_set",
-        "return smaller | _by_set",
+        "return (number < at_cut) | ((number == at_cut) & (place < _by_set(left, label)))",
+        "return number < at_cut",
         (APART,),
     ),
     Breakage(

@@ -292,8 +292,8 @@ PROMISES = (
     ),
     Breakage(
         "no rank waits for ever: who refuses its arguments tells nobody",
-        "distributed/agreement.py",
-        'comm.exchange({"call": call, "refused": str(error)})',
+        "distributed/communicator.py",
+        'self._exchange({"call": call, "refused": str(error)})',
         "pass",
         (Law("parts/test_distributed", "something_else and number"),),
     ),

@@ -1,7 +1,5 @@
 """Tuning finds what is best among its candidates, under its budget, and the same again."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -14,8 +12,8 @@ from fewkeys.integrations.compare import compare
 from fewkeys.integrations.transformers import capture
 from fewkeys.plan import Plan
 from fewkeys.tuning import tune as module
-from fewkeys.tuning.allocate import _spend, within_error, within_slots
-from fewkeys.tuning.candidates import Candidate, splits, variants
+from fewkeys.tuning.allocate import within_error, within_slots
+from fewkeys.tuning.candidates import Candidate, splits
 from fewkeys.tuning.score import layer_error, score_layer
 from tiny_models import MODELS, tokens
 
@@ -121,19 +119,12 @@ def test_errors_are_kept_and_slots_fall_with_them(table, most):
     assert float(slots[heads, looser].mean()) <= float(slots[heads, chosen].mean())
 
 
-def test_infinite_costs_are_no_candidates():
-    cost = torch.tensor([[0.5, math.inf, 0.1], [0.2, math.inf, math.inf]])
-    slots = torch.tensor([[2.0, math.inf, 9.0], [3.0, math.inf, math.inf]])
-    assert within_slots(cost, slots, 6.0).tolist() == [2, 0]
-    assert within_slots(cost, slots, 3.0).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(("most", "expected"), [(0.4, [0, 0]), (0.2, [1, 0]), (0.05, [2, 1])])
 def test_errors_of_heads_without_a_cost_are_kept(most, expected):
     """The predictions do not depend on some heads; the error does."""
-    cost = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, math.inf]])
-    slots = torch.tensor([[2.0, 4.0, 8.0], [2.0, 8.0, math.inf]])
-    error = torch.tensor([[0.5, 0.2, 0.0], [0.1, 0.0, math.inf]])
+    cost = torch.zeros(2, 3)
+    slots = torch.tensor([[2.0, 4.0, 8.0], [2.0, 8.0, 8.0]])
+    error = torch.tensor([[0.5, 0.2, 0.0], [0.1, 0.0, 0.0]])
     assert within_error(cost, slots, error, most).tolist() == expected
 
 
@@ -151,8 +142,7 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     whole = fk.Plan(fk.KeyScan(keys), fk.BlockMeans(1), exact_if_faster=True) if is_causal else Plan()
     assert (actual[-1].plan, actual[-1].slots) == (whole, keys)
     assert max(candidate.slots for candidate in actual[:-1]) < keys  # who pays for every key may have every key
-    near = [other for candidate in actual[1:20:5] for other in variants(candidate, width=64)]
-    for candidate in [*actual[:-1:7], *near[::3]]:
+    for candidate in actual[:-1:5]:
         graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
         kept = graph.to_mask()[0, 0].sum(-1).float()
         by_block = isinstance(candidate.plan.rest, fk.rest.RunningMeans | fk.BlockMeans)
@@ -251,7 +241,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     score = module.score_layer
     monkeypatch.setattr(module, "score_layer", lambda *a, **b: layers.append(a[1]) or score(*a, **b))
     assert fk.tune(taken, 8, directory=tmp_path) == whole
-    assert layers == [1, 0, 1]  # the first layer's first stage was there
+    assert layers == [1]  # the first layer was there
     layers.clear()
     assert fk.tune(taken, 8, directory=tmp_path) == whole
     assert layers == []
@@ -264,7 +254,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     fk.tune(captured(batches=1, seed=1), 8, directory=tmp_path)
     fk.tune(taken, 8, directory=tmp_path, seed=1)
     fk.tune(taken, 9, directory=tmp_path)
-    assert layers == [0, 1, 0, 1] * 3
+    assert layers == [0, 1] * 3
 
 
 def test_padding_changes_no_choice():
@@ -320,6 +310,5 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
 def test_what_is_left_is_spent_where_a_slot_gains_most():
     cost = torch.tensor([[1.0, 0.5], [1.0, 0.8]])
     slots = torch.tensor([[1.0, 1.5], [1.0, 1.1]])
-    none = torch.zeros(2, dtype=torch.int64)
-    assert _spend(cost, slots, none, 1.25).tolist() == [0, 1]
-    assert _spend(cost, slots, none, 1.35).tolist() == [1, 1]
+    assert within_slots(cost, slots, 1.25).tolist() == [0, 1]
+    assert within_slots(cost, slots, 1.35).tolist() == [1, 1]

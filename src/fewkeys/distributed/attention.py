@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,22 +11,20 @@ from torch import Tensor
 from fewkeys.core.extent import needs_rescaling, rescaled
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs, Shard
-from fewkeys.core.precision import full_precision, working_dtype
-from fewkeys.core.rows import marked_places
+from fewkeys.core.precision import full_precision, working, working_dtype
 from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import cohorts
-from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
+from fewkeys.distributed.cohorts import no_output
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import KeptKeys, select
-from fewkeys.distributed.totals import OverRanks, gather, no_output
+from fewkeys.distributed.keys import check_tokens, described, occupied
+from fewkeys.distributed.selection import rows_at, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
 from fewkeys.plan import Plan
-from fewkeys.rest import Drop, Rest
-from fewkeys.select import Outliers, Selector
+from fewkeys.rest import ClusterMeans, Drop, Rest
+from fewkeys.select import Outliers, Selector, Window
 from fewkeys.select.base import Sharded
 
 
@@ -70,10 +67,9 @@ def attention(
         Gradients of the sum of all ranks' losses flow to these queries, and to kept keys and values on the ranks that
         own them. The backward pass is a collective, too.
 
-        Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 8 B Hkv c` for the
-        scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about `1 / R` of that where heavy
-        keys are spread evenly; backward `2 (R - 1)` such numbers. None of this grows with the number of tokens. Cost
-        O(N_local D^2 + Nq_local |keep| (D + Dv)).
+        Bytes sent by a rank of R with `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`, `(R - 1) 16 B Hkv c` for
+        scores and positions, and an all-reduce of `B Hkv c (D + Dv)` numbers for keys and values, one more backward.
+        None of this grows with the number of tokens. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
 
     Raises:
         TypeError, ValueError, RuntimeError: as `leverage_scores`, and for a selector or rest that does not work over
@@ -82,15 +78,10 @@ def attention(
     Source: LevAttention (arXiv 2410.05462), distributed setting.
     """
     comm, call = communicator(group), "attention"
-    with checking(comm, call):
+    with comm.checking(call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
-        if is_causal and not plan.scanned:
-            raise ValueError(
-                f"keep: expected KeyScan, the causal rule that works over ranks, got {plan.keep}; use "
-                "fewkeys.budget(slots, is_causal=True)"
-            )
-        rule = cohorts.lists(plan) or _rule(plan)
-        inputs = _check(comm, query, key, value, is_causal, scale)
+        rule = _rule(plan, is_causal)
+        inputs = _check(query, key, value, is_causal, scale)
         plan.check(inputs)
         if (is_causal or cohorts.band(plan)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
@@ -105,7 +96,7 @@ def attention(
     }
     wants = torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)
     largest = largest_entries(inputs.query, inputs.key, inputs.value)
-    facts = agree(comm, call, same, [inputs.keys, inputs.queries, wants, *largest])
+    facts = comm.agree(call, same, [inputs.keys, inputs.queries, wants, *largest])
     tokens, asked, wanted, *entries = zip(*facts, strict=True)
     check_tokens(tokens)
     first, first_query = sum(tokens[: comm.rank]), sum(asked[: comm.rank])
@@ -113,72 +104,64 @@ def attention(
         inputs,
         # With a gradient if any rank wants one: every rank takes part in the backward pass.
         key=inputs.key.detach().requires_grad_() if any(wanted) and not inputs.key.requires_grad else inputs.key,
-        shard=Shard(OverRanks(comm), first, sum(tokens), first_query, sum(asked)),
+        shard=Shard(comm, first, sum(tokens), first_query, sum(asked)),
     )
     if not any(asked):
-        return no_output(inputs, [inputs.key, inputs.value])
+        return no_output(inputs, inputs.key, inputs.value)
     # Every rank rescales if one must: a score is of a query and a key of any two ranks.
     is_large = needs_rescaling([*map(max, entries)], inputs.scale, inputs.head_dim, working_dtype(inputs.key.dtype))
     x, restore = rescaled(replace(inputs, needs_rescaling=True)) if is_large else (inputs, lambda output: output)
-    if rule is None:
-        output = _by_scan(x, plan, tokens, comm)
-    elif isinstance(rule, Outliers):
-        output = cohorts.attend(x, plan, rule, tokens, comm)
-    else:
-        with torch.no_grad():
-            kept = select(rule, x, comm)
-        output = _attend(x, kept, plan.weights, comm)
-    return restore(output)
+    if isinstance(rule, Outliers):
+        return restore(cohorts.attend(x, plan, rule, tokens, comm.rank))
+    return restore(_by_scan(x, plan) if rule is None else _by_list(x, plan, rule))
 
 
-def _by_scan(inputs: Inputs, plan: Plan, tokens: Sequence[int], comm: Communicator) -> Tensor:
-    """The output of this rank's queries, which choose among the gathered keys of all ranks."""
-    gathered = gather(torch.cat([inputs.key, inputs.value], -1), max(tokens), comm)
-    rows = torch.cat([part[:, :, :count] for part, count in zip(gathered, tokens, strict=True)], 2)
-    if not inputs.queries:
-        return no_output(inputs, [rows])
-    key, value = rows.to(inputs.key.dtype).split([inputs.head_dim, inputs.value_dim], -1)
-    return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, inputs.whole.first_query), plan)
-
-
-def _rule(plan: Plan) -> Sharded | None:
-    """The rule of a plan with one part, which scores keys; None for a scan: rules beside it read no queries."""
-    if plan.scanned:
-        if not all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
-            raise ValueError(f"keep: expected Window, Sinks or a rule that scores keys beside KeyScan, got {plan.keep}")
+def _rule(plan: Plan, is_causal: bool) -> Outliers | Sharded | None:
+    """The rule of a plan: `Outliers`, beside windows; or one that scores keys; None for a scan, beside rules that read
+    no queries.
+    """
+    if plan.scanned and all(part.scanned or part.beside_cohorts or part.sharded for part in plan.parts):
         return None
-    rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
-    if rule is None:
-        raise ValueError(
-            "keep: expected Leverage, KeyNorm or RandomKeys alone, or Outliers as in budget(slots), which work over "
-            f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
-        )
-    if plan.rest != Drop():
-        raise ValueError(f"rest: expected Drop() beside {plan.keep} over ranks, got {plan.rest}; use budget(slots)")
-    return rule
+    rules = [part for part in plan.parts if not isinstance(part, Window)]
+    if len(rules) == 1 and not (plan.scanned or is_causal):
+        if isinstance(rules[0], Outliers) and isinstance(plan.rest, ClusterMeans | Drop):
+            return rules[0]
+        if len(plan.parts) == 1 and plan.rest == Drop() and rules[0].sharded is not None:
+            return rules[0].sharded
+    raise ValueError(
+        "keep, rest: expected what works over ranks, KeyScan alone or beside Window, Sinks or rules that score keys; "
+        "without causality Outliers, with Window and ClusterMeans, or Leverage, KeyNorm or RandomKeys alone; got "
+        f"{plan}{', is_causal=True' if is_causal else ''}; use budget(slots)"
+    )
 
 
-def _check(
-    comm: Communicator, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
-) -> Inputs:
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Inputs:
     """The problem of this rank, which may have no queries or no keys."""
     have_tokens = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
     if have_tokens and key.shape[2] != value.shape[2]:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), is_causal=is_causal, scale=scale)
-    comm.check_device("key", inputs.key)
     # The tensors themselves, which may be empty, so that gradients flow; kernels do not read lazily negated signs.
     return replace(inputs, query=query.resolve_neg(), key=key.resolve_neg(), value=value.resolve_neg())
 
 
-def _attend(inputs: Inputs, kept: KeptKeys, weights: Weights, comm: Communicator) -> Tensor:
-    """The output of this rank's queries over the kept keys of all ranks."""
-    rows = kept.gathered(torch.cat([inputs.key, inputs.value], -1), comm)
+def _by_scan(inputs: Inputs, plan: Plan) -> Tensor:
+    """The output of this rank's queries, which choose among the gathered keys of all ranks."""
+    rows = inputs.whole.totals.rows(torch.cat([inputs.key, inputs.value], -1))
     if not inputs.queries:
-        return no_output(inputs, [rows])
+        return no_output(inputs, rows)
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
-    # In order of position, as one process lists them.
-    index = marked_places(kept.used, least=1)
-    gathered = Inputs(inputs.query, key, value, inputs.scale)
-    columns = Columns.shared(index, kept.used.gather(-1, index), inputs.queries)
-    return dispatch.attend(Problem(gathered, Graph(gathered, columns=columns), None, weights)).to(inputs.query.dtype)
+    return attend(Inputs(inputs.query, key, value, inputs.scale, inputs.is_causal, inputs.whole.first_query), plan)
+
+
+def _by_list(inputs: Inputs, plan: Plan, rule: Sharded) -> Tensor:
+    """The output of this rank's queries over the kept keys of all ranks."""
+    with torch.no_grad():
+        position, used = select(inputs, rule)
+    rows = rows_at(inputs, torch.cat([working(inputs.key), working(inputs.value)], -1), position)
+    if not inputs.queries:
+        return no_output(inputs, rows)
+    key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
+    kept = Inputs(inputs.query, key, value, inputs.scale)
+    columns = Columns.shared(torch.arange(kept.keys, device=key.device).expand_as(used), used, kept.queries)
+    return dispatch.attend(Problem(kept, Graph(kept, columns=columns), None, plan.weights)).to(inputs.query.dtype)

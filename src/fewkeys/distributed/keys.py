@@ -5,7 +5,7 @@ Of other ranks' keys, scores need the Gram matrix alone, a sum over keys: D x D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,9 +13,7 @@ from torch import Tensor
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_finite, check_real, check_tensor
-from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.distributed.totals import OverRanks
 from fewkeys.sketch.leverage import ROUNDING, leverage_bounds
 
 
@@ -79,17 +77,30 @@ def of_shard(
     them: positive, `eps` below 1.
     """
     comm = communicator(group)
-    with checking(comm, call):
-        comm.check_device("key", check_tensor("key", occupied(key)))
+    with comm.checking(call):
+        check_tensor("key", occupied(key))
         check_finite(key=key)
         limits = {"eps": {"below": 1.0}}
         same = {name: check_real(name, n, above=0.0, **limits.get(name, {})) for name, n in numbers.items()}
-    check_tokens(agree(comm, call, {**described(key), **same}, key.shape[2]))
+    check_tokens(comm.agree(call, {**described(key), **same}, key.shape[2]))
     rows = working(key).detach()
-    return rows, bounds(rows, OverRanks(comm))
+    return rows, bounds(rows, comm)
 
 
 def described(key: Tensor) -> dict[str, object]:
     """What ranks must agree on about their keys."""
     batch, heads, _, size = key.shape
     return {"key (batch, heads, dim)": [batch, heads, size], "key dtype": str(key.dtype), "key device": key.device.type}
+
+
+def occupied(tensor: object) -> object:
+    """One token of zeros for a tensor without tokens, which checks refuse; anything else as it is."""
+    if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.shape[2] == 0:
+        return tensor.new_zeros((*tensor.shape[:2], 1, tensor.shape[3]))
+    return tensor
+
+
+def check_tokens(tokens: Sequence[int]) -> None:
+    """Raise `ValueError` where all shards are empty."""
+    if not any(tokens):
+        raise ValueError("key: expected at least one token on some rank, got none on any")

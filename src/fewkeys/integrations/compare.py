@@ -100,7 +100,7 @@ def compare(
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
         skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
-        sample=heaviest.sample(),
+        sample=heaviest.sample if all(heaviest.sample.keys) else None,
     )
 
 
@@ -188,7 +188,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         worst_head_error=float(error.flatten()[worst]),
         mass=float(mass.mean()),
         recall=_listed(tally.heavy_kept.sum() / tally.heavy.sum()),
-        **vars(entry.effect),
+        **entry.effect,
         ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # a speed of 1
         exact_ms=median(entry.exact_ms),
         per_layer={

@@ -20,7 +20,6 @@ from fewkeys.integrations.interface import attach, cross_attention, exact, unwra
 from fewkeys.integrations.text import positions
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.layer import Entry
-from fewkeys.judge.result import Effect
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
@@ -54,7 +53,8 @@ def judge_model(
     if count == 0:
         raise ValueError("batches: expected at least one batch with a valid token, got none; pass the captured batches")
     for entry, cosines, total in zip(entries, map(torch.cat, pooled), tokens, strict=True):
-        entry.effect = Effect(float(cosines.mean()), float(cosines.min()), float(total / count))
+        means = {"cosine": float(cosines.mean()), "token_cosine": float(total / count)}
+        entry.effect = {**means, "cosine_min": float(cosines.min())}
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ W (n x n) exists for one block of sequences and heads at a time, and serves all 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -87,12 +86,3 @@ def exact(block: Block, eps: float) -> Exact:
         weights.masked_fill_(~visible(x, 0, x.queries), -torch.inf)
     weights = weights.softmax(-1)
     return Exact(weights, weights @ value, weights >= eps)
-
-
-def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight on kept keys and their number, both (B, H, N)."""
-    mass, count = torch.empty(2, *edges.shape[:3], dtype=weights.dtype, device=weights.device)
-    for place in product(*map(range, edges.shape[:2])):  # one head at a time stays in cache
-        flags = edges[place].to(weights.dtype)
-        mass[place], count[place] = (weights[place] * flags).sum(-1), flags.sum(-1)
-    return mass, count

@@ -17,8 +17,8 @@ from fewkeys.core.precision import full_precision
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import prepare
 from fewkeys.flow import Choice, by_plan, canonicalise, choose, run
-from fewkeys.judge.exact import Block, Exact, kept_mass
-from fewkeys.judge.result import Effect, Sample
+from fewkeys.judge.exact import Block, Exact
+from fewkeys.judge.result import Sample
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -30,13 +30,14 @@ HEAVIEST = 16
 
 
 class HeaviestKeys:
-    """The heaviest keys of a few queries of the first sequence."""
+    """The heaviest keys of a few queries of the first sequence, as the page shows them."""
+
+    queries: Tensor
+    newest: Tensor
 
     def __init__(self, layers: int, heads: int) -> None:
         self.count = max(1, min(QUERIES, HEADS // (layers * heads)))
-        self.queries = self.newest = torch.empty(0, dtype=torch.long, device="cpu")
-        self.keys: list[list[list[list[int]]]] = [[] for _ in range(layers)]
-        self.weights: list[list[list[list[float]]]] = [[] for _ in range(layers)]
+        self.sample = Sample([], [[] for _ in range(layers)], [[] for _ in range(layers)])
 
     def add(self, layer: int, truth: Exact) -> None:
         """Add those of a block that begins with the first sequence."""
@@ -45,17 +46,14 @@ class HeaviestKeys:
         count = min(self.count, length)
         self.queries = torch.arange(1, 2 * count, 2, device=weights.device) * length // (2 * count)
         largest, self.newest = weights[:, self.queries].topk(min(HEAVIEST, weights.shape[2]))
-        self.keys[layer] += self.newest.tolist()
-        self.weights[layer] += largest.double().round(decimals=4).tolist()
+        self.sample.queries[:] = self.queries.tolist()
+        self.sample.keys[layer].extend(self.newest.tolist())
+        self.sample.weights[layer].extend(largest.double().round(decimals=4).tolist())
 
     def kept(self, edges: Tensor) -> list[str]:
         """For each head of the block added last, a flag for each of its keys: whether `edges` (H, N, Nk) have it."""
         flags = edges[:, self.queries].gather(2, self.newest)
         return ["".join(map(str, head)) for head in flags.flatten(1).int().tolist()]
-
-    def sample(self) -> Sample | None:
-        """What the page shows of the first sequence; None where that is all padding."""
-        return Sample(self.queries.tolist(), self.keys, self.weights) if all(self.keys) else None
 
 
 @dataclass
@@ -69,7 +67,7 @@ class Entry:
     reason: str | None = None
     ms: list[float] = field(default_factory=list)
     exact_ms: list[float] = field(default_factory=list)
-    effect: Effect = field(default_factory=Effect)
+    effect: dict[str, float] = field(default_factory=dict)
     kept: list[list[str]] = field(default_factory=list)
 
     @property
@@ -109,10 +107,10 @@ def judge_block(
         price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
-    mass, slots = kept_mass(truth.weights, edges)
+    mass, slots = (truth.weights * edges).sum(-1), edges.sum(-1)
     # A head that keeps every key has no stand-ins to pay for.
     seen = visible(inputs, 0, inputs.queries).sum(-1)
-    slots += price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
+    slots = slots + price.unsqueeze(-1) * (slots < seen).any(-1, keepdim=True).any(0)
     errors = relative_error(output, truth.output)
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy, truth.heavy & edges)
     if keys is not None:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from fewkeys.core.files import write_whole
 from fewkeys.core.records import CHECKSUM, build, parse, seal, unseal
 
 SCHEMA = "fewkeys.report/1"
-SHOWN = 16
-"""`print(report)` shows all rows of a report with at most this number."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One plan at one budget, judged over every layer, head and valid query.
 
@@ -59,9 +56,9 @@ class Row:
     worst_head_error: float
     mass: float
     recall: float | None
-    cosine: float | None
-    cosine_min: float | None
-    token_cosine: float | None
+    cosine: float | None = None
+    cosine_min: float | None = None
+    token_cosine: float | None = None
     ms: float
     exact_ms: float
     per_layer: dict[str, list[float | None]] = field(repr=False)
@@ -71,15 +68,6 @@ class Row:
     @property
     def label(self) -> str:
         return self.name if self.budget is None else f"{self.name}, {self.budget} slots"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The effect of a plan on the whole model, as in `Row`."""
-
-    cosine: float | None = None
-    cosine_min: float | None = None
-    token_cosine: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,12 +102,12 @@ class Sample:
     """
 
     queries: list[int]
-    keys: list[list[list[list[int]]]] = field(repr=False)
-    weights: list[list[list[list[float]]]] = field(repr=False)
-    tokens: list[str] = field(default_factory=list, repr=False)
+    keys: list[list[list[list[int]]]]
+    weights: list[list[list[list[float]]]]
+    tokens: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """All rows of one comparison, and the settings to repeat it.
 
@@ -157,17 +145,10 @@ class Report:
     whole_times: list[WholeTime] = field(default_factory=list)
     sample: Sample | None = None
 
-    def __str__(self) -> str:
-        """All rows if they are few, else exact attention, the oracles, and the methods of `front`."""
-        front = self.front()
-        chosen = [row for row in self.rows if len(self.rows) <= SHOWN or row.kind != "method" or row in front]
-        lines, _ = aligned([_cells(row) for row in chosen])
-        if left := len(self.rows) - len(chosen):
-            lines.append(f"and {left} rows that another one beats: fewkeys.report.print_table(report)")
+    def __repr__(self) -> str:
+        """A table of all rows, and the plans that were left out."""
+        lines, _ = aligned([_cells(row) for row in self.rows])
         return "\n".join([*lines, *(f"left out: {item.name}: {item.reason}" for item in self.skipped)])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
 
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget, or the only row of that name."""
@@ -177,24 +158,10 @@ class Report:
             raise ValueError(f"name, budget: expected one row, got {len(rows)} for {name!r}, {budget}; rows are {have}")
         return rows[0]
 
-    def front(self) -> list[Row]:
-        """The methods, by slots, of which no other has both less error and no more slots."""
-        rows: list[Row] = []
-        for row in sorted(self.rows, key=lambda row: (row.slots, row.error)):
-            if row.kind == "method" and (not rows or row.error < rows[-1].error):
-                rows.append(row)
-        return rows
-
-    def best(self, budget: int | None) -> Row | None:
-        """The method of `budget` with the least error that used no more slots; None if there is none."""
-        return self._best("method", budget, math.inf if budget is None else budget + 1e-6)
-
-    def oracle(self, budget: int | None) -> Row | None:
-        """The oracle of `budget` with the least error; None if there is none."""
-        return self._best("oracle", budget)
-
-    def _best(self, kind: str, budget: int | None, most_slots: float = math.inf) -> Row | None:
-        rows = [row for row in self.rows if (row.kind, row.budget) == (kind, budget) and row.slots <= most_slots]
+    def best(self, budget: int | None, kind: str = "method") -> Row | None:
+        """The row of `budget` and `kind` with the least error; methods that used more slots are left out."""
+        most = math.inf if budget is None or kind != "method" else budget + 1e-6
+        rows = [row for row in self.rows if (row.kind, row.budget) == (kind, budget) and row.slots <= most]
         return min(rows, key=lambda row: row.error, default=None)
 
     def times_of(self, row: Row) -> list[WholeTime]:
@@ -216,10 +183,7 @@ class Report:
         got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
         if got != SCHEMA:
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
-        try:
-            return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})
-        except ValueError as error:
-            raise ValueError(f"data: {error}") from None
+        return build(cls, {key: value for key, value in data.items() if key not in ("schema", CHECKSUM)})
 
     def to_json(self) -> str:
         """The JSON text, with its checksum, indented, ending in a newline."""

@@ -102,7 +102,7 @@ def advice(report: Report) -> list[str]:
     """For each budget the method with the least error, against the best oracle and exact attention."""
     lines = []
     for budget in report.settings["budgets"] or [None]:
-        row, bound = report.best(budget), report.oracle(budget)
+        row, bound = report.best(budget), report.best(budget, "oracle")
         line = "Best: " if budget is None else f"Best within {budget} slots: "
         if row is None:
             lines.append(f"{line}no method stayed within the budget.")

@@ -117,23 +117,22 @@ def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
     """Which rows (R, G, m) have the `rank` smallest scores, of equal ones the first, of a set of `real` (R, sets)."""
-    sets, left, top = real.shape[1], torch.full_like(real, rank), 8 * (score.element_size() - 1)
-    number = ordered(score) ^ (-128 << top)  # bytes without sign
-    # Bytes are compared from the first one on.
-    equal = torch.ones_like(number, dtype=torch.bool)
-    smaller = ~equal
-    for shift in range(top, -1, -8):
-        byte = number >> shift & 255
-        bins = torch.where(equal, label * 256 + byte, sets * 256).flatten(1)
+    sets, left, lower = real.shape[1], torch.full_like(real, rank), torch.full_like(real, -128)
+    number = ordered(score)
+    for shift in range(8 * (score.element_size() - 1), -1, -8):
+        # The next byte of numbers that begin as the median does; other numbers are not in [0, 256).
+        byte = (number >> shift) - _by_set(lower, label)
+        bins = torch.where((byte >= 0) & (byte < 256), label * 256 + byte, sets * 256).flatten(1)
         histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
         histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
         upto = histogram.cumsum(-1)
         median = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
         left = left - (upto - histogram).gather(-1, median).squeeze(-1)
-        middle = _by_set(median.squeeze(-1), label)
-        smaller, equal = smaller | (equal & (byte < middle)), equal & (byte == middle)
-    place, _ = places(torch.where(equal, label, sets), sets + 1, totals)
-    return smaller | (equal & (place < _by_set(left, label))) | _by_set(real <= rank, label)
+        cut = lower + median.squeeze(-1)
+        lower = cut << 8
+    at_cut = _by_set(cut, label)
+    place, _ = places(torch.where(number == at_cut, label, sets), sets + 1, totals)
+    return (number < at_cut) | ((number == at_cut) & (place < _by_set(left, label)))
 
 
 def _by_set(values: Tensor, label: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The plans that tuning chooses from: splits of a number of slots."""
 
-from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -22,29 +21,11 @@ CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
-class Split(NamedTuple):
-    """Shares of the slots: heavy keys, a window, and the rank of the first-order term. The others are cluster means."""
-
-    heavy: float
-    window: float
-    rank: float
-
-
-STEP = Split(1 / 16, 1 / 8, 1 / 16)
-"""The change of a share between a candidate and its neighbours."""
-STEP_SLOTS = 1 / 8
-"""The relative change of the slots."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan and its slots: the most keys of a query (of recent blocks: on average over a block), plus stand-ins.
-    `split`: the shares that it was made from, if any.
-    """
+class Candidate(NamedTuple):
+    """A plan and its slots: the most keys of a query (of recent blocks: on average over a block), plus stand-ins."""
 
     plan: Plan
     slots: int
-    split: Split | None = field(default=None, compare=False)
 
 
 def splits(
@@ -68,41 +49,27 @@ def splits(
             continue
         if is_causal:
             plans = _searched(size, slots) if searched else _lists(size) if listed else _running(size) + _lists(size)
-            candidates += [Candidate(plan, size) for plan in plans]
         else:
-            for shares in product(HEAVY, WINDOW, RANK):
-                candidates += _split(size, Split(*shares), width)
+            plans = _of_cohorts(size, width)
+        candidates += [Candidate(plan, size) for plan in plans]
     # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(candidates))
 
 
-def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """The neighbours: more or less of a share or of the slots."""
-    split, candidates = candidate.split, list[Candidate]()
-    if split is None:
-        return candidates
-    for name, step in STEP._asdict().items():
-        for share in (getattr(split, name) + step, getattr(split, name) - step):
-            if share >= 0:
-                candidates += _split(candidate.slots, split._replace(**{name: share}), width)
-    for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS):
-        candidates += _split(round(candidate.slots * factor), split, width)
-    return candidates
-
-
-def _split(slots: int, split: Split, width: int) -> list[Candidate]:
-    """The candidate of these shares; none where no two means are left."""
-    outliers, ranks = max(1, int(slots * split.heavy)), int(slots * split.rank)
-    near = int(slots * split.window) | 1 if split.window else 0
-    means = slots - outliers - ranks - near
-    if ranks:  # the factors of the first-order term cost means / width slots
-        means -= -(-means // (width + 1))
-    if means < 2:
-        return []
-    kept = [Outliers(outliers, means, COHORTS), *([Window(near)] if near else [])]
-    plan = Plan(united(kept), ClusterMeans(means, ranks, COHORTS), exact_if_faster=True)
-    return [Candidate(plan, slots, split)]
+def _of_cohorts(slots: int, width: int) -> list[Plan]:
+    """Splits into outliers, a window, the rank of the first-order term and at least two means."""
+    plans = []
+    for heavy, window, rank in product(HEAVY, WINDOW, RANK):
+        outliers, ranks = max(1, int(slots * heavy)), int(slots * rank)
+        near = int(slots * window) | 1 if window else 0
+        means = slots - outliers - ranks - near
+        if ranks:  # the factors of the first-order term cost means / width slots
+            means -= -(-means // (width + 1))
+        if means >= 2:
+            kept = [Outliers(outliers, means, COHORTS), *([Window(near)] if near else [])]
+            plans.append(Plan(united(kept), ClusterMeans(means, ranks, COHORTS), exact_if_faster=True))
+    return plans
 
 
 def _searched(slots: int, mean: int) -> list[Plan]:

@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.precision import full_precision, plain_defaults
@@ -18,7 +16,7 @@ from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.tuning.allocate import within_error, within_slots
-from fewkeys.tuning.candidates import Candidate, splits, variants
+from fewkeys.tuning.candidates import Candidate, splits
 from fewkeys.tuning.score import Scores, layer_error, score_layer
 
 Progress = Callable[[int, int, str], None]
@@ -42,9 +40,9 @@ def tune(
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
     Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
-    mean slots, are run in every head of the captured text; then neighbours of the best. Causal: scans, up to 6 times
-    the mean, and sinks with a window, down to 1/8; `memory="constant"`: sinks, leverage and windows, recent blocks and
-    running means; with a bias of the distance (T5): sinks, leverage and windows. The choice minimises, over all heads,
+    mean slots, are run in every head of the captured text. Causal: scans, up to 6 times the mean, and sinks with a
+    window, down to 1/8; `memory="constant"`: sinks, leverage and windows, recent blocks and running means; with a bias
+    of the distance (T5): sinks, leverage and windows. The choice minimises, over all heads,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
@@ -70,8 +68,8 @@ def tune(
 
     Raises `TypeError` or `ValueError` for malformed arguments.
 
-    Cost: each of about 250 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
-    layers of 12 heads take two to three minutes on two cores. Deterministic on a CPU.
+    Cost: each of about 200 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
+    layers of 12 heads take about two minutes on two cores. Deterministic on a CPU.
 
     Source: the objective is that of Value-aware Approximate Attention (arXiv 2103.09857), section 3; the search ours.
     """
@@ -88,54 +86,32 @@ def tune(
     asked = DEFAULT_SLOTS if slots is None else check_count("slots", slots)
     if memory != "all" and not capture.is_causal:
         raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
-    width = capture.head_dim + capture.value_dim
-    causal, keys = capture.is_causal, capture.longest
-    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
-    scorer = _Scorer(capture, None if directory is None else Path(directory), progress, seed)
-
-    def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
-        relative = _padded([score.relative for score in scores])
-        if capture.gradients:
-            cost = _padded([score.output_change for score in scores])
-        else:  # the first candidate is budget(slots)
-            added = _padded([score.added for score in scores])
-            cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
-        slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
-        if max_error is None:
-            choice = within_slots(cost, slots, asked)
-        else:
-            choice = within_error(cost, slots, relative, max_error)
-        rows = choice.view(capture.layers, capture.kv_heads).tolist()
-        return [[candidates[layer][index] for index in row] for layer, row in enumerate(rows)]
-
-    scores = scorer.score([first] * capture.layers)
-    best = choose([first] * capture.layers, scores)
-    near = [dict.fromkeys(other for candidate in row for other in variants(candidate, width=width)) for row in best]
-    scored = set(first)
-    more = [[candidate for candidate in row if candidate not in scored] for row in near]
-    all_scores = [
-        Scores(*(torch.cat(errors, 1) for errors in zip(*stages, strict=True)))
-        for stages in zip(scores, scorer.score(more), strict=True)
-    ]
-    chosen = choose([first + row for row in more], all_scores)
-    layers = tuple(tuple(candidate.plan for candidate in row) for row in chosen)
-    paid = sum(candidate.slots for row in chosen for candidate in row) / (capture.layers * capture.kv_heads)
+    causal, keys, width = capture.is_causal, capture.longest, capture.head_dim + capture.value_dim
+    candidates = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
+    scores = _scores(capture, candidates, None if directory is None else Path(directory), progress, seed)
+    if capture.gradients:
+        cost = scores.output_change
+    else:  # the first candidate is budget(slots)
+        relative, added = (part / part[:, 0].mean().clamp_min(1e-30) for part in (scores.relative, scores.added))
+        cost = relative + added
+    paid = torch.tensor([float(candidate.slots) for candidate in candidates]).expand_as(cost)
+    if max_error is None:
+        choice = within_slots(cost, paid, asked)
+    else:
+        choice = within_error(cost, paid, scores.relative, max_error)
+    chosen = [candidates[index] for index in choice.tolist()]
+    heads = capture.kv_heads
+    layers = tuple(tuple(c.plan for c in chosen[first : first + heads]) for first in range(0, len(chosen), heads))
     record = {
         "model": capture.model_name,
         "weights": list(capture.weights),
         "tokens": capture.tokens,
         "asked": {"slots": slots, "max_error": max_error} if max_error is not None else {"slots": asked},
         "seed": seed,
-        **_judged(capture, layers, seed, paid),
-        "budget": _judged(capture, [[first[0].plan] * capture.kv_heads] * capture.layers, seed, first[0].slots),
+        **_judged(capture, layers, seed, sum(candidate.slots for candidate in chosen) / len(chosen)),
+        "budget": _judged(capture, [[candidates[0].plan] * heads] * capture.layers, seed, candidates[0].slots),
     }
     return ModelPlan(layers, record)
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows (H, K_l) of all layers, filled up with infinity: (L H, K)."""
-    longest = max(row.shape[1] for row in rows)
-    return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
 
 
 def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots: float) -> dict[str, float]:
@@ -144,34 +120,28 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
     return {"slots": slots, "error": heads, "layer_error": whole}
 
 
-@dataclass
-class _Scorer:
-    """Scores the candidates of each layer, and keeps the scores in a folder."""
+def _scores(
+    capture: Capture, candidates: Sequence[Candidate], folder: Path | None, progress: Progress | None, seed: int
+) -> Scores:
+    """The scores in the key heads of all layers (L Hkv, K). `folder` keeps those of finished layers."""
+    layers, total = [], len(candidates) * capture.batches * capture.layers
+    form = Form((capture.kv_heads, len(candidates)), torch.float64)
+    steps = count(1)
 
-    capture: Capture
-    folder: Path | None
-    progress: Progress | None
-    seed: int
-    done: int = 0
-    total: int = 0
+    def step(layer: int) -> None:
+        done = next(steps)
+        if progress is not None:
+            progress(done, total, f"layer {layer + 1} of {capture.layers}")
 
-    def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
-        self.total += sum(map(len, rows)) * self.capture.batches
-        return [self._score_layer(layer, candidates) for layer, candidates in enumerate(rows)]
-
-    def _score_layer(self, layer: int, candidates: Sequence[Candidate]) -> Scores:
-        capture = self.capture
-        facts = [capture.digest(layer), self.seed, torch.__version__, *(item.plan.to_dict() for item in candidates)]
-        file = LayerFile(self.folder, "scores", f"scores-{layer:03d}", facts)
-        form = Form((capture.kv_heads, len(candidates)), torch.float64)
+    for layer in range(capture.layers):
+        facts = [capture.digest(layer), seed, torch.__version__, *(item.plan.to_dict() for item in candidates)]
+        file = LayerFile(folder, "scores", f"scores-{layer:03d}", facts)
         if (finished := file.read(dict.fromkeys(Scores._fields, form))) is not None:
-            self._step(layer, len(candidates) * capture.batches)
-            return Scores(**finished[1])
-        scores = score_layer(capture, layer, candidates, seed=self.seed, done=partial(self._step, layer))
-        file.write({}, scores._asdict())
-        return scores
-
-    def _step(self, layer: int, amount: int = 1) -> None:
-        self.done += amount
-        if self.progress is not None:
-            self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
+            scores = Scores(**finished[1])
+            for _ in range(total // capture.layers):
+                step(layer)
+        else:
+            scores = score_layer(capture, layer, candidates, seed=seed, done=partial(step, layer))
+            file.write({}, scores._asdict())
+        layers.append(scores)
+    return Scores(*map(torch.cat, zip(*layers, strict=True)))
