@@ -118,13 +118,12 @@ def repeat(steps: Sequence[Step]) -> None:
 
 @contextmanager
 def recorded_steps() -> Iterator[list[Step]]:
-    """The kernels that this thread runs inside, in order."""
-    before, steps = getattr(_recorder, "steps", None), list[Step]()
-    _recorder.steps = steps
+    """The kernels that this thread runs inside, in order; not inside another one."""
+    _recorder.steps = steps = list[Step]()
     try:
         yield steps
     finally:
-        _recorder.steps = before
+        _recorder.steps = None
 
 
 def counters() -> dict[str, int]:
