@@ -1,9 +1,15 @@
 """Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import recomputed
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.native import backward, by_scan, forward
+from fewkeys.execute import torch as by_torch
+from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed
@@ -38,8 +44,26 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts."""
-    return backward.attend(problem) if backward.with_gradients(problem) else forward.attend(problem)
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts. Gradients are those of torch's operations,
+    which compute the weights again in the backward pass: only the inputs and the stand-ins are stored.
+    """
+    if not torch.is_grad_enabled():
+        return forward.attend(problem)
+    x, s = problem.inputs, problem.stand_ins
+    rows: dict[str, Any] = {name: getattr(x, name) for name in ("query", "key", "value")}
+    tensors = rows if s is None else rows | s.tensors("rest")
+    followed = {name: part for name, part in tensors.items() if part.requires_grad}
+    if not followed:
+        return forward.attend(problem)
+
+    def computed(*leaves: Tensor) -> tuple[Tensor]:
+        copies = tensors | dict(zip(followed, leaves, strict=True))
+        inputs = replace(x, **{name: copies[name] for name in rows})
+        stand_ins = None if s is None else s.with_tensors(copies, "rest")
+        return (by_torch.attend(replace(problem, inputs=inputs, stand_ins=stand_ins)),)
+
+    output: Tensor = recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
+    return output
 
 
 def _form(problem: Problem) -> str | None:
