@@ -104,9 +104,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            wanted = [part for part in ctx.leaves if part.requires_grad]
-            gradients = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
-            return (None, *(next(gradients) if part.requires_grad else None for part in ctx.leaves))
+            return (None, *gradients_of(ctx.leaves, [(ctx.output, gradient)]))
         with sdpa_kernel(SDPBackend.MATH):
             rows = ctx.saved_tensors
             return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))
