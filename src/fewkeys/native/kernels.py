@@ -23,9 +23,8 @@ def largest_and_rows(
     """`core.validation.as_they_are` for queries (B, Hq, Nq, D), keys (B, Hkv, Nk, D) and values of one dtype: in one
     call of all threads, where torch makes three.
 
-    by_head: the rows are copies that are contiguous head by head, unless gradients are needed. In models the rows of
-    all heads of a token are contiguous, and the kernel reads them in this order. torch copies head by head, and waits
-    for memory at every row of a tensor that is larger than the cache.
+    by_head: the rows are copies that are contiguous head by head, unless gradients are needed. The kernel reads them in
+    the order of tokens, as they are in models; torch copies head by head, and waits for memory at every row.
     """
     rows = query, key, value
     if torch.compiler.is_dynamo_compiling() or query.dtype not in DTYPES or not readable(*rows):
@@ -49,14 +48,8 @@ def frame(
     """
     query, key, value = alike(query, key, value)
     batch, heads, _, dim = key.shape
-    shapes = {
-        "mean_query": (1, dim),
-        "second": (dim, dim),
-        "covariance": (dim, dim),
-        "mean": (1, dim),
-        "value_mean": (1, value.shape[3]),
-    }
-    shapes |= {"unit": (1, 1), "root": (dim, dim), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
+    shapes = dict.fromkeys(("second", "covariance", "root"), (dim, dim)) | {"mean_query": (1, dim), "mean": (1, dim)}
+    shapes |= {"value_mean": (1, value.shape[3]), "unit": (1, 1), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
     output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
     tensors = {"query": query, "asked": asked, "real": real, **output}
     sizes = {"gqa_ratio": query.shape[1] // heads, "queries": query.shape[2]}

@@ -28,10 +28,9 @@ def unsupported(problem: Problem) -> str | None:
         return reason
     scan = problem.graph.scan
     rounded = isinstance(scan, Scanned) and scan.scale is not None  # int8 keys and values, with scales
-    if any(rows.dtype not in DTYPES for rows in ((x.query,) if rounded else (x.query, x.key, x.value))):
-        return f"expected float32 or bfloat16, got {x.query.dtype}"
-    if not rounded and not x.query.dtype == x.key.dtype == x.value.dtype:
-        return f"expected query, key and value of one dtype, got {x.query.dtype}, {x.key.dtype} and {x.value.dtype}"
+    dtypes = dict.fromkeys(rows.dtype for rows in ((x.query,) if rounded else (x.query, x.key, x.value)))
+    if len(dtypes) > 1 or x.query.dtype not in DTYPES:
+        return f"expected float32 or bfloat16, got {' and '.join(map(str, dtypes))}"
     if x.query.device.type != "cpu":
         return f"expected tensors on the CPU, got {x.query.device.type}"
     if (reason := missing()) is not None:

@@ -35,8 +35,8 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor]
     for batch, heads in _parts(*rows):
         out = by_key_head[batch, heads].flatten(1, 2)
         part = x.heads(heads, batch)
-        _, copies = native.largest_and_rows(part.query, part.key, part.value, by_head=True)
-        part = replace(part, **dict(zip(("query", "key", "value"), copies, strict=True)))
+        _, (query, key, value) = native.largest_and_rows(part.query, part.key, part.value, by_head=True)
+        part = replace(part, query=query, key=key, value=value)
         out.copy_(recorded.attend(part, plan, partial(compute, part, plan), out))
     return output
 
