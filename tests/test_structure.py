@@ -59,7 +59,7 @@ def test_only_commands_import_the_papers():
 
 
 def test_files_are_written_in_one_place():
-    """By `core.files.write_whole`: whole or not at all. Compilers write for themselves."""
+    """By `core.files.write_whole`: whole or not at all."""
     writes = re.compile(r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"")
     writers = {path.name for path in FILES.values() if writes.search(path.read_text())}
-    assert writers == {"files.py", "build.py"}
+    assert writers == {"files.py"}

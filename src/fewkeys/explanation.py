@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fewkeys import flow
 from fewkeys.core.clock import in_words
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options
 from fewkeys.cost.crossover import expected, goes_by_block
@@ -60,7 +61,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
-    reason = _reason(choice)
+    reason = (choice.reason, None, None) if choice.reason != flow.FASTER else _times(choice.inputs, plan)
     if choice.is_exact:
         return Explanation("exact", *reason)
     parts, _ = flow.canonicalise(choice)
@@ -68,11 +69,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     return Explanation("plan", *reason, executor, uncompiled, instruction_set() if executor == "native" else None)
 
 
-def _reason(choice: flow.Choice) -> tuple[str, float | None, float | None]:
+def _times(x: Inputs, plan: Plan) -> tuple[str, float | None, float | None]:
     """In words, and the expected milliseconds of exact attention and of the plan."""
-    x, plan = choice.inputs, choice.plan
-    if choice.reason != flow.FASTER:
-        return choice.reason, None, None
     if goes_by_block(x, plan):
         return "the plan goes block by block, for which a GPU has no kernels; never_exact() runs it", None, None
     times = expected(x, plan)

@@ -50,9 +50,8 @@ def checked(
 ) -> Inputs:
     """The validated problem of a call; padding is not cleared. Raises `ValueError` or `TypeError` for bad arguments.
 
-    In models the rows of all heads of a token are contiguous. A plan with cohorts reads the rows of a head in any
-    order: they are copied head by head if it will answer, all of them here or a few heads at a time (`by_heads`). Not
-    with a bias, which takes far longer than a copy saves.
+    A plan with cohorts reads the rows of a head in any order: they are copied head by head if it will answer, all of
+    them here or a few heads at a time (`by_heads`). Not with a bias, which takes far longer than a copy saves.
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise unknown_option(name)

@@ -278,9 +278,9 @@ BREAKAGES = (
     ),
     Breakage(
         "gradients: none through stand-ins that a kernel has read",
-        "execute/native/backward.py",
-        "part.requires_grad}",
-        'part.requires_grad and "." not in name}',
+        "execute/native/__init__.py",
+        "if part.requires_grad}",
+        'if part.requires_grad and "." not in name}',
         (GRADIENTS,),
     ),
     Breakage(

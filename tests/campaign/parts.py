@@ -18,7 +18,7 @@ import torch
 
 import fewkeys as fk
 from campaign.calls import calls
-from campaign.hostile import Libraries, reports
+from campaign.hostile import reports
 from campaign.kernels import kernels
 from campaign.models import Caches, Commands
 from campaign.numbers import derivatives, magnitudes
@@ -292,7 +292,6 @@ PARTS = {
     "caches": Caches,
     "derivatives": lambda: derivatives,
     "magnitudes": lambda: magnitudes,
-    "libraries": Libraries,
     "files": Files,
     "reports": lambda: reports,
     "kills": lambda: kills,

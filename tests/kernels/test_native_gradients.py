@@ -9,9 +9,8 @@ import fewkeys as fk
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch, native as native_plans
-from fewkeys.execute.native import backward
 from fewkeys.execute.problem import Problem
-from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy
+from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -22,7 +21,9 @@ COHORTS = fk.Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohor
 @pytest.fixture
 def taken(monkeypatch):
     """How often the kernel was taken."""
-    return spy(monkeypatch, backward)
+    calls, recomputed = [], native_plans.recomputed
+    monkeypatch.setattr(native_plans, "recomputed", lambda *args: calls.append(args) or recomputed(*args))
+    return calls
 
 
 def by_torch(call):

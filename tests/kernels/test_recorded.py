@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fewkeys as fk
 from cases import Shape
@@ -47,7 +46,7 @@ def anew(rows, plan=PLAN, **options):
 
 
 def recordings():
-    return [recording for recording in recorded._recordings.values() if recording]
+    return [*recorded._recordings.values()]
 
 
 @pytest.fixture
@@ -209,35 +208,6 @@ def test_inputs_that_know_statistics(prepared):
     assert torch.equal(clusters(later, PLAN.rest.count).label, centres)
 
 
-def test_where_torch_does_not_tell(prepared):
-    """What a call does cannot be seen there."""
-    plan, (first, later) = fk.budget(16, cohorts=1).never_exact(), drawn(FORM, 2)
-    with torch._C._DisableTorchDispatch():
-        fk.attention(*first, plan=plan)
-    assert torch.equal(fk.attention(*later, plan=plan), anew(later, plan))
-
-
-def test_calls_inside_a_call():
-    """Of a mode that attends, too: their kernels are their own."""
-    first, later, inner = drawn(FORM, 3)
-
-    class Attending(TorchDispatchMode):
-        left = 12
-
-        def __torch_dispatch__(self, function, types, args=(), options=None):
-            self.left -= 1
-            if not self.left:
-                fk.attention(*inner, plan=PLANS["no window"])
-            return function(*args, **(options or {}))
-
-    with Attending():
-        fk.attention(*first, plan=PLAN)
-    assert not any(name == "fewkeys_extents" for recording in recordings() for name, *_ in recording.steps)
-    outputs = [fk.attention(*later, plan=PLAN), fk.attention(*later, plan=PLANS["no window"])]
-    assert torch.equal(outputs[0], anew(later))
-    assert torch.equal(outputs[1], anew(later, PLANS["no window"]))
-
-
 def test_calls_under_inference_mode(prepared):
     with torch.inference_mode():
         for seed in range(2):
@@ -284,7 +254,3 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(recorded, "MOST_BYTES", first.bytes - 1)
     anew(FORM.draw(0, torch.float32))
     assert not recordings()
-    monkeypatch.setattr(recorded, "MOST", 3)
-    for scale in range(1, 9):
-        fk.attention(*FORM.draw(0, torch.float32), plan=PLAN, scale=float(scale))
-    assert len(recorded._recordings) == 3

@@ -228,8 +228,8 @@ def test_a_gpu_runs_no_plan_by_blocks_and_is_measured_where_it_computes(monkeypa
         for plan in (fk.budget(64), fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant"))
     }
     assert [*by_plan.values()] == [True, False, False]
-    choice = flow.Choice(Inputs(query, key, value, 1.0, True, 0), fk.budget(64, is_causal=True), True, flow.FASTER)
-    assert "a GPU has no kernels" in explanation._reason(choice)[0]
+    inputs = Inputs(query, key, value, 1.0, True, 0)
+    assert "a GPU has no kernels" in explanation._times(inputs, fk.budget(64, is_causal=True))[0]
     here, there = (
         crossover.Setting(torch.device(kind), torch.float32, 2, 2, 8, 8, 1, "none") for kind in ("cpu", "meta")
     )

@@ -42,8 +42,8 @@ def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tenso
     if not wanted or not pairs:
         return [None] * len(inputs)
     results, gradients = zip(*pairs, strict=True)
-    again = torch.is_grad_enabled()
-    parts = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
+    how = {"create_graph": torch.is_grad_enabled(), "retain_graph": True, "allow_unused": True}
+    parts = iter(torch.autograd.grad(results, wanted, gradients, **how))
     return [next(parts) if tensor.requires_grad else None for tensor in inputs]
 
 
@@ -72,12 +72,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         # Inputs may depend on each other: each copy gets its own part of the gradient alone.
-        again = torch.is_grad_enabled()
-        copies = [
-            rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad)
-            for rows in ctx.saved_tensors
-        ]
         with torch.enable_grad():
+            copies = [rows.view_as(rows) for rows in ctx.saved_tensors]
             pairs = zip(ctx.by_torch(*copies), gradients, strict=True)
         flowing = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]
         return None, None, None, *gradients_of(copies, flowing)

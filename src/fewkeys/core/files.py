@@ -19,12 +19,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewkeys"
     except RuntimeError:  # no home folder
-        return spare_folder()
-
-
-def spare_folder() -> Path:
-    """This user's temporary folder, if the cache folder cannot be written; another user may have made it."""
-    return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
+        return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:

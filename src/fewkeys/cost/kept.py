@@ -15,7 +15,6 @@ import torch
 
 from fewkeys.core.files import cache_folder, write_whole
 from fewkeys.core.records import digest
-from fewkeys.core.trust import make_folder
 from fewkeys.core.version import VERSION
 from fewkeys.native.sets import processor
 
@@ -37,7 +36,7 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
         path = cache_folder() / FOLDER / f"{digest(facts)}.json"
         if (numbers := _read(path, facts)) is not None:
             return numbers
-        make_folder(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK):
             return None
         numbers, sound = measure()

@@ -9,13 +9,10 @@ from fewkeys.execute.problem import Problem
 
 
 class Executor(Protocol):
-    """A way to run a plan: a module of these two functions."""
+    """A module that runs plans. `unsupported`: why it cannot, to follow "impl=...:", without reading data."""
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Why it cannot answer, to follow "impl=...:"; None where it can. Reads no data."""
-
-    def attend(self, problem: Problem) -> Tensor:
-        """The output (B, Hq, Nq, Dv), equal to that of the reference up to rounding."""
+    def unsupported(self, problem: Problem) -> str | None: ...
+    def attend(self, problem: Problem) -> Tensor: ...
 
 
 EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native}

@@ -18,9 +18,7 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 
 ROWS = 512
-"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip later
-keys. Torch's own causal kernel does so, too, but supports neither padding nor an offset.
-"""
+"""Queries whose mask is made at once. Torch's own causal kernel needs none, but knows neither padding nor offsets."""
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
@@ -104,9 +102,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            wanted = [part for part in ctx.leaves if part.requires_grad]
-            gradients = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
-            return (None, *(next(gradients) if part.requires_grad else None for part in ctx.leaves))
+            return (None, *gradients_of(ctx.leaves, [(ctx.output, gradient)]))
         with sdpa_kernel(SDPBackend.MATH):
             rows = ctx.saved_tensors
             return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))

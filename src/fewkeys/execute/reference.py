@@ -16,7 +16,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, RangeStandIns, StandIns, value_shift
+from fewkeys.rest.base import BlockStandIns, RangeStandIns, StandIns, value_shift
 
 
 def unsupported(problem: Problem) -> None:
@@ -39,7 +39,14 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     if s is None:
         (weight,) = kernel([scores])
         return (weight @ value) / positive(weight.sum(-1, keepdim=True))
-    extra, multiplicity, mean, shift = _columns(problem, s, _Rows(start, stop, query, kept, bias))
+    rows = _Rows(start, stop, query, kept, bias)
+    if isinstance(s, StandIns):
+        columns = _of_lists(problem, s, rows)
+    elif isinstance(s, RangeStandIns):
+        columns = _of_ranges(x, s, rows)
+    else:
+        columns = _of_blocks(problem, s, rows)
+    extra, multiplicity, mean, shift = columns
     weight, weight_extra = kernel([scores, extra.masked_fill(multiplicity <= 0, -torch.inf)])
     weight_extra = weight_extra * multiplicity
     total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
@@ -60,17 +67,9 @@ class _Rows(NamedTuple):
 
 
 _Columns = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def _columns(problem: Problem, stand_ins: AnyStandIns, rows: _Rows) -> _Columns:
-    """What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row
-    or of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
-    """
-    if isinstance(stand_ins, StandIns):
-        return _of_lists(problem, stand_ins, rows)
-    if isinstance(stand_ins, RangeStandIns):
-        return _of_ranges(problem.inputs, stand_ins, rows)
-    return _of_blocks(problem, stand_ins, rows)
+"""What stand-ins add to M rows: scores and multiplicities (B, Hq, M, C); values (B, Hq, M or 1, C, Dv), of each row or
+of all; the first-order term (B, Hq, M, Dv), whose factors are then a last column of the values.
+"""
 
 
 def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:

@@ -6,10 +6,17 @@ refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
-from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, halve, tilt
-from fewkeys.native.extent import largest_and_rows
-from fewkeys.native.keys import cluster, frame
+from fewkeys.native.kernels import (
+    best,
+    best_codes,
+    cluster,
+    code_keys,
+    cohort_means,
+    frame,
+    halve,
+    largest_and_rows,
+    tilt,
+)
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [

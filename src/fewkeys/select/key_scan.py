@@ -12,7 +12,7 @@ from fewkeys.core.graph import Graph, marked
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
-from fewkeys.native.codes import LARGEST_CODED
+from fewkeys.native.kernels import LARGEST_CODED
 from fewkeys.select.base import CountedSelector, Remembered
 from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs, width
 

@@ -1,9 +1,15 @@
 """Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import recomputed
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.native import backward, by_scan, forward
+from fewkeys.execute import torch as by_torch
+from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed
@@ -22,10 +28,9 @@ def unsupported(problem: Problem) -> str | None:
         return reason
     scan = problem.graph.scan
     rounded = isinstance(scan, Scanned) and scan.scale is not None  # int8 keys and values, with scales
-    if any(rows.dtype not in DTYPES for rows in ((x.query,) if rounded else (x.query, x.key, x.value))):
-        return f"expected float32 or bfloat16, got {x.query.dtype}"
-    if not rounded and not x.query.dtype == x.key.dtype == x.value.dtype:
-        return f"expected query, key and value of one dtype, got {x.query.dtype}, {x.key.dtype} and {x.value.dtype}"
+    dtypes = dict.fromkeys(rows.dtype for rows in ((x.query,) if rounded else (x.query, x.key, x.value)))
+    if len(dtypes) > 1 or x.query.dtype not in DTYPES:
+        return f"expected float32 or bfloat16, got {' and '.join(map(str, dtypes))}"
     if x.query.device.type != "cpu":
         return f"expected tensors on the CPU, got {x.query.device.type}"
     if (reason := missing()) is not None:
@@ -38,8 +43,26 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts."""
-    return backward.attend(problem) if backward.with_gradients(problem) else forward.attend(problem)
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts. Gradients are those of torch's operations,
+    which compute the weights again in the backward pass: only the inputs and the stand-ins are stored.
+    """
+    if not torch.is_grad_enabled():
+        return forward.attend(problem)
+    x, s = problem.inputs, problem.stand_ins
+    rows: dict[str, Any] = {name: getattr(x, name) for name in ("query", "key", "value")}
+    tensors = rows if s is None else rows | s.tensors("rest")
+    followed = {name: part for name, part in tensors.items() if part.requires_grad}
+    if not followed:
+        return forward.attend(problem)
+
+    def computed(*leaves: Tensor) -> tuple[Tensor]:
+        copies = tensors | dict(zip(followed, leaves, strict=True))
+        inputs = replace(x, **{name: copies[name] for name in rows})
+        stand_ins = None if s is None else s.with_tensors(copies, "rest")
+        return (by_torch.attend(replace(problem, inputs=inputs, stand_ins=stand_ins)),)
+
+    output: Tensor = recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
+    return output
 
 
 def _form(problem: Problem) -> str | None:

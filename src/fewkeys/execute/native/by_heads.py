@@ -34,15 +34,11 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor]
     by_key_head = output.unflatten(1, (x.kv_heads, x.gqa_ratio))
     for batch, heads in _parts(*rows):
         out = by_key_head[batch, heads].flatten(1, 2)
-        out.copy_(_attend(x.heads(heads, batch), plan, compute, out))
+        part = x.heads(heads, batch)
+        _, (query, key, value) = native.largest_and_rows(part.query, part.key, part.value, by_head=True)
+        part = replace(part, query=query, key=key, value=value)
+        out.copy_(recorded.attend(part, plan, partial(compute, part, plan), out))
     return output
-
-
-def _attend(x: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor], out: Tensor) -> Tensor:
-    # On return the copies are free, so that the next ones take their memory.
-    _, (query, key, value) = native.largest_and_rows(x.query, x.key, x.value, by_head=True)
-    x = replace(x, query=query, key=key, value=value)
-    return recorded.attend(x, plan, partial(compute, x, plan), out)
 
 
 def are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -9,7 +9,7 @@ from fewkeys.core.extent import needs_rescaling
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_scan
 from fewkeys.native.build import call
-from fewkeys.native.codes import LARGEST_CODED, scan
+from fewkeys.native.kernels import LARGEST_CODED, scan
 from fewkeys.native.tensors import Rows, dense, struct
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned

@@ -5,7 +5,6 @@ for every block of consecutive queries: its scores are gathered by cohort, and i
 queries. Under a bias of distances, masses of stand-ins are gathered likewise.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -30,17 +29,13 @@ def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
     x, s = problem.inputs, problem.stand_ins
     width = _lists(problem)[0].index.shape[3] + (s.count if isinstance(s, StandIns) else 0)
-    per_head = x.gqa_ratio * x.queries * width
-    rows, most = [], at_once(x.query)
-    for batch in _slices(x.batch, most // (x.kv_heads * per_head)):
-        parts = [(batch, heads) for heads in _slices(x.kv_heads, most // per_head)]
-        rows.append(torch.cat([_attend(_part(problem, part)) for part in parts], 1))
+    heads = max(1, at_once(x.query) // (x.gqa_ratio * x.queries * width))
+    sequences, rows = max(1, heads // x.kv_heads), []
+    for first in range(0, x.batch, sequences):
+        batch = slice(first, first + sequences)
+        parts = [_part(problem, (batch, slice(head, head + heads))) for head in range(0, x.kv_heads, heads)]
+        rows.append(torch.cat([_attend(part) for part in parts], 1))
     return torch.cat(rows).to(x.query.dtype)
-
-
-def _slices(count: int, step: int) -> Iterator[slice]:
-    step = max(1, step)
-    return (slice(first, first + step) for first in range(0, count, step))
 
 
 def _lists(problem: Problem) -> tuple[Columns, Tensor]:

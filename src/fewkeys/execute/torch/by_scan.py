@@ -30,63 +30,49 @@ def only_scan(graph: Graph) -> Scanned | None:
 
 def attend(problem: Problem, scanned: Scanned) -> Tensor:
     """The output (B, Hq, Nq, Dv). Cost O(n slots (D + Dv))."""
-    x = problem.inputs
-    each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
-    heads = max(1, at_once(x.query) // (each * min(BLOCK, x.queries)))
-    starts = [0, *range(BLOCK - x.offset % BLOCK, x.queries, BLOCK)]
-    return assembled(x, heads, [*pairwise([*starts, x.queries])], _Rows(problem, scanned).attend)
+    x, s = problem.inputs, problem.stand_ins
+    query, key, value = x.grouped_query().flatten(0, 1), x.key.flatten(0, 1), x.value.flatten(0, 1)
+    scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working_dtype(x.query.dtype))
+    index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
+    def read(part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        keys, values = working(part(key)), working(part(value))
+        return (keys, values) if scale is None else (keys * part(scale)[..., :1], values * part(scale)[..., 1:])
 
-class _Rows:
-    """What queries read, by sequence and key head, H = B Hkv."""
-
-    def __init__(self, problem: Problem, scanned: Scanned) -> None:
-        x, s = problem.inputs, problem.stand_ins
-        self.x, self.weights, self.seen = x, problem.weights, scanned.seen
-        self.stand_ins = s if isinstance(s, RangeStandIns) else None
-        self.query = x.grouped_query().flatten(0, 1)
-        self.key, self.value = x.key.flatten(0, 1), x.value.flatten(0, 1)
-        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working_dtype(x.query.dtype))
-        self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
-
-    def attend(self, heads: slice, start: int, stop: int) -> Tensor:
+    def of_block(heads: slice, start: int, stop: int) -> Tensor:
         """The output (H, gqa_ratio, M, Dv) of the queries start .. stop - 1 of one block."""
-        x, s = self.x, self.stand_ins
-        query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
-        first = int(self.seen[start])  # of the keys of the queries' own block
+        rows = working(query[heads, :, start:stop]).flatten(1, 2) * x.scale
+        first = int(scanned.seen[start])  # of the keys of the queries' own block
         last = min(x.keys, stop + x.offset) if x.is_causal else first
-        near, far = slice(first, last), self.index[heads, :, start:stop].flatten(1, 2).long()
+        near, far = slice(first, last), index[heads, :, start:stop].flatten(1, 2).long()
         chosen = far.clamp_min(0)
-        keys, values = self._read(lambda rows: take(rows[heads], chosen))
-        near_keys, near_values = self._read(lambda rows: rows[heads, near])
+        keys, values = read(lambda part: take(part[heads], chosen))
+        near_keys, near_values = read(lambda part: part[heads, near])
         position = torch.arange(start, stop, device=far.device) + x.offset
         hidden = torch.arange(first, last, device=far.device) > position[:, None]
-        hidden = hidden.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)
+        hidden = hidden.repeat(x.gqa_ratio, 1).expand(len(rows), -1, -1)
         if x.valid is not None:
-            real = x.valid.repeat_interleave(x.kv_heads, 0)[heads, near]
-            hidden = hidden | ~real.unsqueeze(1)
+            hidden = hidden | ~x.valid.repeat_interleave(x.kv_heads, 0)[heads, near].unsqueeze(1)
         scores = [
-            (query @ near_keys.mT).masked_fill(hidden, -torch.inf),
-            (keys @ query.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
+            (rows @ near_keys.mT).masked_fill(hidden, -torch.inf),
+            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far < 0, -torch.inf),
         ]
-        if s is not None:
+        if isinstance(s, RangeStandIns):
             step = int(s.step(x, start, start + 1))
             mean_keys, mean_values = (part.flatten(0, 1)[heads, step] for part in (s.key, s.value))
             size = s.size[:, step].repeat_interleave(x.kv_heads, 0)[heads, None]
             left = s.remaining(step, size, far)
-            scores.append((query @ mean_keys.mT).masked_fill(left <= 0, -torch.inf))
-        (joined,) = self.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
+            scores.append((rows @ mean_keys.mT).masked_fill(left <= 0, -torch.inf))
+        (joined,) = problem.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
         weight = joined.split([part.shape[-1] for part in scores], -1)
         mixed = weight[0] @ near_values + (weight[1].unsqueeze(-2) @ values).squeeze(-2)
         total = weight[0].sum(-1, keepdim=True) + weight[1].sum(-1, keepdim=True)
-        if s is not None:
+        if isinstance(s, RangeStandIns):
             of_means = weight[2] * left
             mixed, total = mixed + of_means @ mean_values, total + of_means.sum(-1, keepdim=True)
         return torch.unflatten(mixed / positive(total), 1, (x.gqa_ratio, -1))
 
-    def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        key, value = working(part(self.key)), working(part(self.value))
-        if self.scale is None:
-            return key, value
-        scale = part(self.scale)
-        return key * scale[..., :1], value * scale[..., 1:]
+    each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
+    heads = max(1, at_once(x.query) // (each * min(BLOCK, x.queries)))
+    starts = [0, *range(BLOCK - x.offset % BLOCK, x.queries, BLOCK)]
+    return assembled(x, heads, [*pairwise([*starts, x.queries])], of_block)

@@ -17,17 +17,14 @@ class Distances:
         x = inputs
         self.bias = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
         self.reach, self.size, self.keys, self.band = self.bias.reach, size, x.keys, band
-        self.table = torch.unflatten(self.bias.table, 0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = torch.unflatten(self.bias.largest, 0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
+        heads = torch.arange(x.query_heads, device=bias.table.device).view(x.kv_heads, x.gqa_ratio)
+        self.head = heads.repeat(x.batch, 1)  # the query heads that read each key head, of all sequences
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, width), for columns whose keys are at `place` (H or 1, blocks or 1, width)."""
-        table = self.table[chunk.heads]
-        query = torch.arange(chunk.blocks * chunk.size, device=place.device).view(chunk.blocks, chunk.size, 1)
-        distance = place.unsqueeze(2) - (query + chunk.first_key)
-        index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
-        biases = table.gather(-1, index.expand(*table.shape[:2], -1))
-        return torch.unflatten(biases, -1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        query = chunk.positions().view(chunk.blocks, chunk.gqa_ratio, chunk.size, 1)
+        head = self.head[chunk.heads][:, None, :, None, None]
+        return self.bias.at(head, place[:, :, None, None] - query).flatten(1, 3)
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of each stand-in's mass for each query, with the bias of all its keys.
@@ -35,7 +32,8 @@ class Distances:
         member (Heads, Nk, C): what each key counts for.
         """
         mass = self.mass(member[chunk.heads], chunk.heads, chunk.first_key, chunk.blocks)
-        return (logarithm(mass) + self.largest[chunk.heads][:, None, :, None, None]).flatten(1, 3)
+        largest = self.bias.largest[self.head[chunk.heads]]
+        return (logarithm(mass) + largest[:, None, :, None, None]).flatten(1, 3)
 
     def mass(self, member: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
         """(H, blocks, R, size, C): sums of `member` (H, Nk, C) times exp(bias - largest) over keys outside the band,
@@ -44,7 +42,7 @@ class Distances:
         Weights of keys within `reach` are one small matrix, the same for all blocks. All keys before have one bias, all
         keys after another: prefix sums give their sums.
         """
-        weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
+        weight = (self.bias.table - self.bias.largest.unsqueeze(-1)).exp()[self.head[heads]]
         width, device = self.size + 2 * self.reach, member.device
         step = torch.arange(width, device=device) - self.reach - torch.arange(self.size, device=device)[:, None]
         near = weight[:, :, step.clamp(-self.reach, self.reach) + self.reach]

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import stretch
+from fewkeys.core.rows import stretch, take
 from fewkeys.rest.base import BlockStandIns, StandIns, value_shift
 
 
@@ -108,12 +108,6 @@ class Kept(Source):
         """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
 
 
-def _gather(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
-    at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-    return torch.unflatten(working(rows.gather(1, at)), 1, index.shape[1:])
-
-
 class Lists(Kept):
     """Lists of keys: one for every block of queries, or one for all."""
 
@@ -122,11 +116,10 @@ class Lists(Kept):
         self.hidden = None if bool(used.all()) else ~used
         self.is_represented, self.is_causal, self.width = columns.blocks > 1, inputs.is_causal, self.index.shape[2]
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
-        if columns.blocks == 1:  # which all chunks read
-            self.key, self.value = _gather(self.key, self.index), _gather(self.value, self.index)
 
     def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        return _gather(rows[chunk.heads], chunk.part(self.index)) if rows.ndim == 3 else rows[chunk.heads]
+        """Rows (Heads, N, X) of the listed keys, (H, blocks or 1, width, X)."""
+        return working(take(rows[chunk.heads], chunk.part(self.index)))
 
     def _by_list(self, rows: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, X) -> (H, blocks, M / blocks, X): by the list that the queries read."""
