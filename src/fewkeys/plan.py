@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from fewkeys.core.catalogue import named_class
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned, load_learned, pack, save_learned
-from fewkeys.core.records import build
+from fewkeys.core.learned import learned_parts, load_learned, pack, write_tensors
+from fewkeys.core.records import Load, build, not_here
 from fewkeys.core.validation import check_cohorts, check_count, check_flag
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
@@ -19,9 +20,7 @@ from fewkeys.select import KeyScan, Outliers, RecentBlocks, Selector, Window, un
 from fewkeys.sketch.codes import BLOCK
 
 FORMAT = 1
-FILE = "plan.json"
-MODEL_FILE = "model_plan.json"
-"""The file of a `ModelPlan`."""
+FILE, MODEL_FILE = "plan.json", "model_plan.json"
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
 """The most cohorts of a budget, and the most times its slots: more are not worth their time."""
 MOST_RANK = 8
@@ -122,8 +121,8 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
-        """The plan that `to_dict` described. learned: the values that it names, by fingerprint."""
+    def from_dict(cls, data: Mapping[str, Any], learned: Load = not_here) -> Plan:
+        """The plan that `to_dict` described. learned: loads the value of a class with a fingerprint."""
         kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if kind != FORMAT:
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
@@ -132,26 +131,20 @@ class Plan:
             keep = None if plan.keep is None else united(plan.keep)
             return cls(keep, plan.rest, plan.weights, plan.exact_if_faster, plan.is_causal)
         except (ValueError, OverflowError) as error:
-            raise ValueError(
-                f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
-            ) from None
+            raise ValueError(f"plan: expected what Plan.to_dict() writes ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` and learned tensors into `directory` (made if missing), each file whole or not at all.
 
         `TypeError` for a part that no catalogue lists, since it could not be loaded again.
         """
-        data = self.to_dict()
-        check_listed([self])
-        save_learned(directory, self)
-        write_json(directory, FILE, data)
+        save_plans(directory, FILE, self.to_dict(), [self])
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
         """The plan saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
         folder = folder_of(directory)
-        data = read_json(folder, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(folder, data))
+        return cls.from_dict(read_json(folder, FILE), partial(load_learned, folder))
 
 
 @dataclass(frozen=True)
@@ -166,14 +159,17 @@ class _Description:
     is_causal: bool = False
 
 
-def check_listed(plans: Iterable[Plan]) -> None:
-    """Refuse parts that `from_dict` could not find by their names."""
+def save_plans(directory: str | os.PathLike[str], name: str, data: object, plans: Sequence[Plan]) -> None:
+    """Write their description and their learned tensors; no parts that `from_dict` could not find by their names."""
     for part in (part for plan in plans for part in (*plan.parts, plan.rest, plan.weights)):
-        if named_class(name := type(part).__name__) is not type(part):
+        if named_class(kind := type(part).__name__) is not type(part):
             raise TypeError(
-                f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
-                f"`class {name}(..., listed=True)`, and import it before the plan is loaded"
+                f"plan: expected parts that can be loaded by name, got {kind}, which no catalogue lists; define it by "
+                f"`class {kind}(..., listed=True)`, and import it before the plan is loaded"
             )
+    for learned in set(learned_parts(plans)):
+        write_tensors(directory, type(learned).__name__, learned.tensors)
+    write_json(directory, name, data)
 
 
 def budget(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import tempfile
 from contextlib import suppress
@@ -66,22 +65,15 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
     write_whole(Path(directory) / name, text + "\n")
 
 
-def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """The data of a file of `write_json`, or of one without a checksum, which may be written by hand.
-
-    other: a file that the folder may have instead, which `reader` reads.
-    """
+def read_json(directory: str | os.PathLike[str], name: str) -> Any:
+    """The data of a file of `write_json`, or of one without a checksum, which may be written by hand."""
     path = Path(directory) / name
     try:
         return unseal(parse(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
-        got, fix = os.fspath(directory), ""
-        if other and (Path(directory) / other).is_file():
-            fix = f", which holds {other}; use {reader}"
-        elif not Path(directory).exists():
-            is_hub_name = re.fullmatch(r"[\w.-]*\w/[\w.-]+", got)  # owner/name; a relative path may look the same
-            hub = f"; for a repository of the Hugging Face hub, pass huggingface_hub.snapshot_download({got!r})"
-            fix = f", which does not exist{hub if is_hub_name else ''}"
-        raise ValueError(f"directory: expected a folder with {name}, got {got!r}{fix}") from None
+        held = ", ".join(sorted(file.name for file in path.parent.glob("*.json"))) or "no JSON"
+        missing = "does not exist; huggingface_hub.snapshot_download loads a repository of the hub"
+        got = f"{os.fspath(directory)!r}, which {f'holds {held}' if path.parent.is_dir() else missing}"
+        raise ValueError(f"directory: expected a folder with {name}, got {got}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fewkeys.core.catalogue import Listed, named_class
 from fewkeys.core.files import write_whole
-from fewkeys.core.records import objects
 from fewkeys.core.tensor_files import fingerprint, loaded, plain
 
 
@@ -101,24 +100,10 @@ def learned_parts(value: object) -> Iterator[Learned]:
         yield from learned_parts([getattr(value, field.name) for field in fields(value)])
 
 
-def save_learned(directory: str | os.PathLike[str], configuration: object) -> None:
-    """Write a file for each learned value in a configuration."""
-    for part in set(learned_parts(configuration)):
-        write_tensors(directory, type(part).__name__, part.tensors)
-
-
-def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
-    """The learned values that a description names, by fingerprint."""
-    learned: dict[str, Learned] = {}
-    for value in objects(data):
-        mark, name = value.get("tensors"), value.get("type")
-        if not isinstance(mark, str) or not isinstance(name, str) or mark in learned:
-            continue
-        if (kind := named_class(name)) is None or not issubclass(kind, Learned):
-            continue
-        tensors = read_tensors(directory, name, mark)
-        try:
-            learned[mark] = kind(**tensors)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"directory: {file_name(mark)} holds no valid {name}: {error}") from None
-    return learned
+def load_learned(directory: str | os.PathLike[str], kind: type[Any], mark: object) -> Any:
+    """The learned value of this class and fingerprint."""
+    tensors = read_tensors(directory, kind.__name__, mark)
+    try:
+        return kind(**tensors)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"directory: expected a valid {kind.__name__}, got {mark}: {error}") from None
