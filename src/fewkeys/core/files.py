@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes by rename: readers see the whole old or the whole new file, after a crash too.
 
-    Threads, processes and hosts may write at the same time. mode: less the umask.
+    Others may write it at the same time. mode: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -50,12 +49,6 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # Windows cannot open folders, and some file systems cannot sync them
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:

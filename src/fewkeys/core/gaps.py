@@ -54,11 +54,10 @@ def _together(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> t
 
 
 def _by_padding(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:
-    patterns, pattern = kept.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
-    for number, real in enumerate(patterns):
-        rows = (pattern == number).nonzero().squeeze(-1)
+    for real in kept.unique(dim=0):
+        rows = (kept == real).all(-1).nonzero().squeeze(-1)
         real_queries = kept_queries[rows[0]]
         if not bool(real_queries.any()):
             continue

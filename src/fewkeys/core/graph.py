@@ -60,17 +60,15 @@ class Columns:
 class ScanEdges(Protocol):
     """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
-    def mask(self, start: int, stop: int) -> Tensor: ...
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
 
 
-class ExtraEdges(Protocol):
+class ExtraEdges(ScanEdges, Protocol):
     """Edges of another kind: a frozen value of tensors. `mask` alone defines them."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
-
-    def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
 
     def __or__(self, other: Self) -> Self: ...
 
@@ -149,29 +147,13 @@ class Graph:
         """All edges as a bool mask (B, Hq, Nq, Nk), in O(n^2) memory."""
         return self.mask(0, self.inputs.queries)
 
-    def edges(self) -> Tensor:
-        """All edges as indices (4, M): batch, query head, query, key; sorted."""
-        return torch.stack(self.to_mask().nonzero(as_tuple=True))
-
-    def sparsity(self) -> float:
-        """`1 - |edges| / |visible pairs|` over real queries."""
-        kept, seen, _ = self._counts()
-        return 1.0 - kept / max(1, seen)
-
     def slots(self) -> float:
         """The mean number of keys that a real query attends to exactly."""
-        kept, _, queries = self._counts()
-        return kept / max(1, queries)
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Edges and visible pairs of all real queries, and the number of these."""
-        x, kept, seen = self.inputs, 0, 0
-        every = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
+        x, kept = self.inputs, 0
+        real = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
         for start, stop in query_blocks(x):
-            real = every[:, None, start:stop, None]
-            kept += int((self.mask(start, stop) & real).sum())
-            seen += int((visible(x, start, stop) & real).sum()) * x.query_heads
-        return kept, seen, int(every.sum()) * x.query_heads
+            kept += int((self.mask(start, stop) & real[:, None, start:stop, None]).sum())
+        return kept / max(1, int(real.sum()) * x.query_heads)
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
