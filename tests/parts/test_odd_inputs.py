@@ -204,7 +204,7 @@ def test_a_trace_is_refused(plan, impl):
         torch.jit.trace(lambda q: fk.attention(q, q, q, plan=plan, impl=impl), q)
 
 
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_second_derivatives_of_entmax(alpha):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, 9, 3, dtype=torch.float64, generator=draw, requires_grad=True)

@@ -64,15 +64,12 @@ def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> 
     path = Path(directory) / file_name(mark)
     try:
         tensors = loaded(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(
-            f"directory: expected {path.name} beside the description that names it, got no such file; copy the whole "
-            "folder, or save again"
-        ) from None
+        if fingerprint(kind, tensors) != mark:
+            raise ValueError("another content than its name says")
     except (OSError, ValueError) as error:
-        raise ValueError(f"directory: {path} cannot be read ({error}); save again") from None
-    if fingerprint(kind, tensors) != mark:
-        raise ValueError(f"directory: {path} does not hold what its name says: a damaged or exchanged file; save again")
+        raise ValueError(
+            f"directory: expected tensors in {path}, got {error}; copy the whole folder, or save again"
+        ) from None
     return tensors
 
 

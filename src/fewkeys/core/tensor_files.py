@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,14 +81,12 @@ class LayerFile:
 
     def read(self, forms: Mapping[str, Form]) -> tuple[Any, dict[str, Tensor]] | None:
         """The facts and tensors; None if there is no file, or it is damaged or of other forms."""
-        if self.path is None:
-            return None
-        try:
-            facts, tensors = read(self.path, self.kind)
-            check(tensors, forms)
-        except (OSError, ValueError):
-            return None
-        return facts, tensors
+        with suppress(OSError, ValueError):
+            if self.path is not None:
+                facts, tensors = read(self.path, self.kind)
+                check(tensors, forms)
+                return facts, tensors
+        return None
 
     def write(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         if self.path is not None:
