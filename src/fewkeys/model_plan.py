@@ -10,7 +10,7 @@ from typing import Any
 
 from fewkeys.core.files import folder_of, read_json
 from fewkeys.core.learned import load_learned
-from fewkeys.core.records import Load, build, not_here
+from fewkeys.core.records import Load, not_here
 from fewkeys.plan import MODEL_FILE as FILE, Plan, save_plans
 
 FORMAT = 1
@@ -86,12 +86,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         if kind != FORMAT or "layers" not in data:
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
         try:
-            description = build(_Description, data)
-            plans = [Plan.from_dict(plan, learned) for plan in description.plans]
-            if any(number not in range(len(plans)) for layer in description.layers for number in layer):
-                raise ValueError(f"plan numbers beyond the {len(plans)} plans")
-            return cls([[plans[number] for number in layer] for layer in description.layers], description.record)
-        except ValueError as error:
+            plans = {number: Plan.from_dict(plan, learned) for number, plan in enumerate(data["plans"])}
+            return cls([[plans[number] for number in layer] for layer in data["layers"]], dict(data["record"]))
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"model plan: expected what ModelPlan.to_dict() writes ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -103,13 +100,3 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         """The plans saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
         folder = folder_of(directory)
         return cls.from_dict(read_json(folder, FILE), partial(load_learned, folder))
-
-
-@dataclass(frozen=True)
-class _Description:
-    """What `ModelPlan.to_dict` gives."""
-
-    format: int
-    plans: list[dict[str, Any]]
-    layers: list[list[int]]
-    record: dict[str, Any]

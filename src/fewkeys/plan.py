@@ -72,28 +72,22 @@ class Plan:
         """Raise `ValueError` where the plan cannot run on such inputs."""
         if self.is_causal and not inputs.is_causal:
             raise ValueError(
-                "is_causal: the plan was made for causal attention, by budget(slots, is_causal=True); expected "
-                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
-                "where they see every key"
+                "is_causal: the plan was made for causal attention; pass is_causal=True where queries see no future, "
+                "or use budget(slots) where they see every key"
             )
         if self.keep is None:
             return
-        rest = type(self.rest).__name__
         if self.rest.needs_causal and not inputs.is_causal:
             raise ValueError(
-                f"is_causal: {rest} stands for the past of every query; expected is_causal=True, got False; use "
+                f"is_causal: {self.rest} stands for the past of every query; expected is_causal=True, got False; use "
                 "ClusterMeans where queries see the whole sequence"
             )
-        if inputs.is_causal and not self.rest.causal:
-            raise ValueError(
-                f"is_causal: {rest} summarises the future too; use budget(slots, is_causal=True), or "
-                "rest=RunningMeans(count) beside RecentBlocks, or Drop()"
-            )
-        if inputs.is_causal and not self.keep.causal:
-            raise ValueError(
-                f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
-                "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
-            )
+        for part in (self.rest, self.keep):
+            if inputs.is_causal and not part.causal:
+                raise ValueError(
+                    f"is_causal: {part} looks at the future; use budget(slots, is_causal=True), or "
+                    "Drop() beside Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
+                )
 
     def never_exact(self) -> Plan:
         """The same plan without `exact_if_faster`: it always runs."""

@@ -173,7 +173,7 @@ def test_routing_by_given_nearest_centroids_is_causal():
         baselines.Routing(4, True, centroids()),
         baselines.SortedLSH(4),
     ):
-        with pytest.raises(ValueError, match=r"^is_causal: .* chooses keys by looking at the future"):
+        with pytest.raises(ValueError, match=r"^is_causal: .* looks at the future"):
             fk.attention(*form.draw(), keep=refused, is_causal=True)
 
 

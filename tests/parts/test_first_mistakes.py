@@ -114,7 +114,7 @@ class Asked(fk.Window):
 
 
 def test_a_rule_of_ones_own_is_causal_only_where_it_says_so():
-    with pytest.raises(ValueError, match=r"^is_causal: Largest\(count=4\) chooses keys by looking at the future"):
+    with pytest.raises(ValueError, match=r"^is_causal: Largest\(count=4\) looks at the future"):
         fk.attention(Q, Q, Q, keep=Largest(4), is_causal=True)
     assert torch.equal(fk.attention(Q, Q, Q, keep=Largest(4)), fk.attention(Q, Q, Q, keep=fk.select.KeyNorm(4)))
 

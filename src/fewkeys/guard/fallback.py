@@ -32,14 +32,6 @@ class Fallbacks:
     fallbacks: int = 0
     error: float | None = None
 
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"calls: {self.calls}, nothing to check"
-        return (
-            f"calls: {self.calls}, heads answered exactly: {self.fallbacks} of {self.checked}, "
-            f"estimated error of the plan: {self.error:.3g}"
-        )
-
 
 class Guard:
     """Checks a plan on every call, and answers exactly for each sequence and head whose error is above `max_error`.
