@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from fewkeys.core.files import folder_of, read_json
-from fewkeys.core.learned import load_learned
 from fewkeys.core.records import Load, not_here
+from fewkeys.core.tensor_files import load_learned
 from fewkeys.plan import MODEL_FILE as FILE, Plan, save_plans
 
 FORMAT = 1
@@ -20,8 +20,7 @@ FORMAT = 1
 class ModelPlan(Sequence[tuple[Plan, ...]]):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
-    `fewkeys.apply(model, model_plan)` runs it, `fewkeys.attention(..., plan=model_plan[layer])` one layer. Heads of a
-    layer that share a plan run together.
+    `fewkeys.apply(model, model_plan)` runs it, `fewkeys.attention(..., plan=model_plan[layer])` one layer.
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.

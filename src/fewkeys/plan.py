@@ -11,8 +11,8 @@ from typing import Any, Literal
 from fewkeys.core.catalogue import named_class
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import learned_parts, load_learned, pack, write_tensors
 from fewkeys.core.records import Load, build, not_here
+from fewkeys.core.tensor_files import learned_parts, load_learned, pack, write_tensors
 from fewkeys.core.validation import check_cohorts, check_count, check_flag
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
@@ -21,10 +21,8 @@ from fewkeys.sketch.codes import BLOCK
 
 FORMAT = 1
 FILE, MODEL_FILE = "plan.json", "model_plan.json"
-MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""The most cohorts of a budget, and the most times its slots: more are not worth their time."""
-MOST_RANK = 8
-"""The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
+MOST_COHORTS, COHORT_SLOTS, MOST_RANK = 64, 4096, 8
+"""The most cohorts of a budget, the most times its slots, and the largest rank beside them."""
 OWN_BLOCK = BLOCK // 2 + 1
 """Keys of the unfinished block that a query of a scan keeps on average, rounded up."""
 
@@ -129,8 +127,7 @@ class Plan:
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` and learned tensors into `directory` (made if missing), each file whole or not at all.
-
-        `TypeError` for a part that no catalogue lists, since it could not be loaded again.
+        `TypeError` for a part that no catalogue lists.
         """
         save_plans(directory, FILE, self.to_dict(), [self])
 
@@ -173,26 +170,20 @@ def budget(
     memory: Literal["all", "constant"] = "all",
     cohorts: int | None = None,
 ) -> Plan:
-    """The recommended plan for `slots` key slots per query.
+    """The recommended plan for `slots` key slots per query, with `exact_if_faster`.
 
-    Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
-    cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
-    term is an eighth of the slots, at most 8. Outliers are five eighths of what the window leaves, means the others.
-    The number of cohorts is a power of two, by default about 4096 / slots, at most 64; more have a smaller error and
-    take longer to prepare. With `cohorts=1` all queries of a head share means and a list (three sixteenths of the
-    slots), and a quarter of the slots is a window. The shares were chosen on encoders of text, speech, images and
-    molecules (experiments/encoders).
+    Without causality, similar queries form `cohorts`, a power of two, by default about 4096 / slots and at most 64:
+    more have a smaller error and take longer to prepare. Each cohort has a list of outliers, which are kept exactly,
+    and cluster means; each query also has a window. With `cohorts=1` all queries of a head share means and a list. The
+    shares of the slots were chosen on encoders of text, speech, images and molecules (experiments/encoders).
 
-    With `is_causal=True`, `memory` is "all" or "constant":
+    With `is_causal=True`, `memory` is "all" or "constant", and the plan refuses calls without causality:
 
     - "all": every key stays in memory, and each query chooses keys by the codes of all keys (docs/codes.md). 17 slots
       are the unfinished block, on average; a 32nd of the slots, at least one, are means of the keys that are not kept;
       all others are chosen keys. Below 19 slots, which leave little room beside the block, it is as "constant".
     - "constant": keys are deleted after they were summarised, for streams and caches that must not grow. About half of
       the slots are recent blocks of keys, on average; all others are means of the keys before them.
-
-    The plan sets `exact_if_faster`: where exact attention is faster, as on short inputs, `impl="auto"` uses it. And
-    `is_causal` as given: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
     check_flag("is_causal", is_causal)

@@ -16,7 +16,7 @@ import fewkeys as fk
 from captures import captured
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.captures.writer import CaptureWriter
-from fewkeys.core.learned import file_name
+from fewkeys.core.tensor_files import file_name
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.sparsefinder import train
 from fewkeys.papers.sparsefinder.evaluate import score_graphs

@@ -1,4 +1,4 @@
-"""Removal of padding before real keys: rules on causal positions count real keys only."""
+"""Removal of padding before real keys, which rules on causal positions do not count."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,15 +1,4 @@
-"""The keys that each query attends to exactly.
-
-A `Graph` is a union of these kinds of edges, none of which is stored as n x n:
-
-* a band: every query sees the keys from `left` before to `right` after its own position;
-* columns: blocks or cohorts of queries share a list of keys;
-* rows: every query has its own list of keys (only oracles need this);
-* a scan: every query chooses its own keys by the codes of all keys;
-* extra edges: of a kind that no executor knows; they bring their own scores and sums.
-
-Keys in the future or in padding are never edges.
-"""
+"""The keys that each query attends to exactly: a union of kinds of edges, none of which is stored as n x n."""
 
 from __future__ import annotations
 
@@ -30,11 +19,10 @@ T = TypeVar("T")
 class Columns:
     """Lists of keys shared by blocks of queries.
 
-    `index` (B, Hkv, blocks, S) has key positions; `used` (same shape, bool) marks the entries that are not padding, all
-    different in a list. A single block serves all queries. Of several, block b serves the queries at positions
-    (b + f) size .. (b + f + 1) size - 1, f = offset // size. With `place` (B, Hkv, blocks, M), int64, block b serves
-    the cohort of the queries at place_b, counted through all query heads that read the key head, -1 for none; queries
-    of no cohort see no key, not even in a band.
+    index (B, Hkv, blocks, S): key positions; used (same shape, bool): those that are not padding, all different in a
+    list. A single block serves all queries. Of several, block b serves the queries at positions (b + f) size ..
+    (b + f + 1) size - 1, f = offset // size. With place (B, Hkv, blocks, M), int64, it serves the cohort of the queries
+    at place_b, counted through the query heads of the key head, -1 for none; queries of no cohort see no key at all.
     """
 
     index: Tensor
@@ -81,12 +69,23 @@ class ExtraEdges(ScanEdges, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for."""
+    """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for.
+
+    Keys in the future or in padding are never edges.
+
+    Attributes:
+        band: every query sees the keys from so many before to so many after its own position.
+        columns: blocks or cohorts of queries share a list of keys.
+        rows: every query has its own list (B, Hq, Nq, R), -1 for none; only oracles need this.
+        full: every query sees every key.
+        extra: edges of a kind that no executor knows; they bring their own scores and sums.
+        scan: every query chooses its own keys by the codes of all keys.
+    """
 
     inputs: Inputs
     band: tuple[int, int] | None = None
     columns: Columns | None = None
-    rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
+    rows: Tensor | None = None
     full: bool = False
     extra: ExtraEdges | None = None
     scan: ScanEdges | None = None
@@ -192,9 +191,8 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
 
 
 def band_block(reach: int) -> int:
-    """Queries in a block that shares the keys of a band of `reach` keys beside the query's own.
-
-    A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
+    """Queries in a block that shares the keys of a band of `reach` keys beside the query's own. It scores all of these:
+    small blocks waste less, large ones run faster per score.
     """
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 

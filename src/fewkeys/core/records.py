@@ -80,7 +80,7 @@ def not_here(kind: type[Any], mark: object) -> NoReturn:
 def build(kind: type[T], data: Any, learned: Load = not_here) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes.
+    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.tensor_files.pack` makes.
     learned: loads the learned value of a class with a fingerprint.
     """
     if not isinstance(data, Mapping):

@@ -62,9 +62,7 @@ class Softmax(Weights):
 class _Elementwise(Weights):
     @abstractmethod
     def f(self, scores: Tensor, top: Tensor) -> Tensor:
-        """`f` over a factor that depends on the largest score of the row, so that weights neither overflow nor vanish;
-        zero with gradient zero for hidden entries (-inf).
-        """
+        """`f` over a factor of the row, so that weights neither overflow nor vanish; 0 for hidden entries (-inf)."""
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         top = _largest(parts)

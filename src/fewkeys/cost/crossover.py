@@ -33,14 +33,14 @@ from fewkeys.native.build import identity
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
-ADVANTAGE = 0.9
-"""The plan runs if it is expected to take this share of exact attention's time or less: lines have errors."""
-SHIPPED = 0.3
-"""The same share of operations, where nothing was measured: small, since plans' operations come in smaller pieces."""
-SHORTEST, LONGEST = 512, 2048
-"""The range of the length at which lines are measured: exact attention up to it, plans up to twice it."""
-ON_GPU = 8192
-"""The same on a GPU, where shorter inputs take as long as it takes to start operations."""
+ADVANTAGE, SHIPPED = 0.9, 0.3
+"""The plan runs if it is expected to take this share of exact attention's time, or of its operations, where nothing was
+measured, or less. Lines have errors, and plans' operations come in smaller pieces.
+"""
+SHORTEST, LONGEST, ON_GPU = 512, 2048, 8192
+"""The range of the length at which lines are measured: exact attention up to it, plans up to twice it. Shorter inputs
+take a GPU as long as it takes to start operations.
+"""
 REACH = 128
 """Of the biases of distances that are measured, as in T5 and MPNet."""
 CALM, CALM_TURNS = 0.03, 3
@@ -158,13 +158,11 @@ def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     is_sound = calm and all(few[1] < many[1] for few, many in pairs)
     exact_pair, calls, attend = pairs
     prepare = [(keys, max(0.0, ms - of_it)) for (keys, ms), (_, of_it) in zip(calls, attend, strict=True)]
-    return tuple(map(_through, (exact_pair, prepare, attend))), is_sound
+    return tuple(map(through, (exact_pair, prepare, attend))), is_sound
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and calls that do them, two of each kind: exact attention and the whole plan, both with their
-    backward passes if needed, and the plan's attending alone.
-    """
+    """Units of work and calls that do them, two of each kind: exact attention, the plan, and its attending alone."""
 
     def by_plan(x: Inputs) -> Tensor:
         x, restore = rescaled(x.branch())  # it has no statistics yet
@@ -197,13 +195,12 @@ def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple
     return list(zip(timed[::2], timed[1::2], strict=True)), calm
 
 
-def _through(points: Sequence[Point]) -> Line:
-    """The line through two points, with nonnegative coefficients: proportional if more work took no longer."""
+def through(points: Sequence[Point]) -> Line:
+    """The line through two points, with nonnegative coefficients."""
     (x, first), (y, second) = points
-    if second <= first:
-        return Line(0.0, min(first / x, second / y))
-    slope = (second - first) / (y - x)
-    return Line(0.0, second / y) if first < slope * x else Line(first - slope * x, slope)
+    slope = max(0.0, (second - first) / (y - x))
+    fixed = min(first, second) - slope * x
+    return Line(fixed, slope) if fixed > 0 else Line(0.0, second / y)
 
 
 @torch.no_grad()

@@ -5,14 +5,14 @@ on random inputs when a stream of such heads first answers a query, and are kept
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Call, Line, Point, Setting, timed_pairs
+from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Call, Line, Setting, through, timed_pairs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import plan_work
 from fewkeys.plan import Plan
@@ -51,13 +51,6 @@ def crossing(of_exact: Line, of_plan: Line, share: float = ADVANTAGE) -> int:
     if behind <= 0:
         return 0
     return math.ceil(behind / gained) if gained > 0 else NEVER
-
-
-def through(points: Sequence[Point]) -> Line:
-    """The line through two points, with nonnegative coefficients; the slope of a scan is nearly zero."""
-    (x, first), (y, second) = points
-    slope = max(0.0, (second - first) / (y - x))
-    return Line(max(0.0, min(first, second) - slope * x), slope)
 
 
 @full_precision()
