@@ -11,9 +11,9 @@ from typing import Any
 from fewkeys.core.files import folder_of, read_json
 from fewkeys.core.records import Load, not_here
 from fewkeys.core.tensor_files import load_learned
-from fewkeys.plan import MODEL_FILE as FILE, Plan, save_plans
+from fewkeys.plan import MODEL_FILE, Plan, save_plans
 
-FORMAT = 1
+FORMAT, FILE = 1, MODEL_FILE
 
 
 @dataclass(frozen=True)
