@@ -13,7 +13,6 @@ name is imported when it is first used.
 """
 
 from importlib import import_module as _import_module
-from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
 from fewkeys.core.version import VERSION
@@ -74,15 +73,6 @@ _ROOMS = ("select", "rest", "weights", "metrics", "papers", "distributed")
 """Modules that are public themselves and hold all other public names."""
 
 
-def _place(name: str) -> str | None:
-    """Where a name is public: in one of the rooms, or as the class of what `capture` and `stream` return."""
-    if name.startswith("_") or _find_spec(f"{__name__}.{name}") is not None:
-        return None
-    papers = [f"papers.{paper}" for paper in dir(_import_module(f"{__name__}.papers"))]
-    rooms = (_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "memory", *papers))
-    return next((f"{room.__name__}.{name}" for room in rooms if name in dir(room)), None)
-
-
 if not TYPE_CHECKING:  # Type checkers see the names that are imported above.
 
     def __getattr__(name: str) -> object:
@@ -93,8 +83,7 @@ if not TYPE_CHECKING:  # Type checkers see the names that are imported above.
         elif name in _ROOMS:
             value = _import_module(f"{__name__}.{name}")
         else:
-            place = _place(name)
-            raise AttributeError(f"{__name__} has no {name}" + ("" if place is None else f"; use {place}"))
+            raise AttributeError(f"{__name__} has no {name}; all other names are in its {', '.join(_ROOMS)}")
         globals()[name] = value
         return value
 

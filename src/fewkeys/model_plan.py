@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from fewkeys.core.files import folder_of, read_json, write_json
-from fewkeys.core.learned import Learned, load_learned, save_learned
-from fewkeys.core.records import build
-from fewkeys.plan import FILE as PLAN_FILE, MODEL_FILE, Plan, check_listed
+from fewkeys.core.files import folder_of, read_json
+from fewkeys.core.records import Load, not_here
+from fewkeys.core.tensor_files import load_learned
+from fewkeys.plan import MODEL_FILE, Plan, save_plans
 
-FORMAT = 1
-FILE = MODEL_FILE
+FORMAT, FILE = 1, MODEL_FILE
 
 
 @dataclass(frozen=True)
 class ModelPlan(Sequence[tuple[Plan, ...]]):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
-    `fewkeys.apply(model, model_plan)` runs it, `fewkeys.attention(..., plan=model_plan[layer])` one layer. Heads of a
-    layer that share a plan run together.
+    `fewkeys.apply(model, model_plan)` runs it, `fewkeys.attention(..., plan=model_plan[layer])` one layer.
 
     Args:
         layers: for each attention layer, one plan for each key head, or one for all of them.
@@ -36,21 +35,16 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         if not isinstance(self.layers, Sequence):
             raise TypeError(
                 f"layers: expected a tuple with the plans of each layer, got {type(self.layers).__name__}; "
-                "ModelPlan.of({0: plan, 1: plan}) makes one, and fewkeys.apply takes one Plan for all layers"
+                "ModelPlan.of({0: plan, 1: plan}) makes one"
             )
         if not self.layers or not all(self.layers):
-            raise ValueError(
-                "layers: expected at least one layer with at least one plan each, got none; give every head a plan"
-            )
+            raise ValueError("layers: expected at least one layer with at least one plan each, got none")
         for layer, plans in enumerate(self.layers):
-            if not isinstance(plans, Sequence):
+            if not isinstance(plans, Sequence) or not all(isinstance(plan, Plan) for plan in plans):
                 raise TypeError(
                     f"layers: expected a tuple of plans in layer {layer}, one for each key head or one for all, got "
-                    f"{type(plans).__name__}; write (plan,)"
+                    f"{plans!r}; write (plan,)"
                 )
-            for plan in plans:
-                if not isinstance(plan, Plan):
-                    raise TypeError(f"layers: expected a Plan in layer {layer}, got {type(plan).__name__}")
         object.__setattr__(self, "layers", tuple(map(tuple, self.layers)))
 
     @classmethod
@@ -85,42 +79,23 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return {"format": FORMAT, "plans": plans, "layers": layers, "record": dict(self.record)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
-        """The plans that `to_dict` described. learned: the values that they name, by fingerprint."""
+    def from_dict(cls, data: Mapping[str, Any], learned: Load = not_here) -> ModelPlan:
+        """The plans that `to_dict` described. learned: as in `Plan.from_dict`."""
         kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if kind != FORMAT or "layers" not in data:
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
         try:
-            description = build(_Description, data)
-            plans = [Plan.from_dict(plan, learned) for plan in description.plans]
-            if any(number not in range(len(plans)) for layer in description.layers for number in layer):
-                raise ValueError(f"plan numbers beyond the {len(plans)} plans")
-            return cls([[plans[number] for number in layer] for layer in description.layers], description.record)
-        except ValueError as error:
-            raise ValueError(
-                f"model plan: expected what ModelPlan.to_dict() writes, got a damaged description ({error})"
-            ) from None
+            plans = {number: Plan.from_dict(plan, learned) for number, plan in enumerate(data["plans"])}
+            return cls([[plans[number] for number in layer] for layer in data["layers"]], dict(data["record"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"model plan: expected what ModelPlan.to_dict() writes ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `model_plan.json` and learned tensors into `directory` (made if missing), as `Plan` does."""
-        data = self.to_dict()
-        check_listed(plan for plans in self.layers for plan in plans)
-        save_learned(directory, self.layers)
-        write_json(directory, FILE, data)
+        save_plans(directory, FILE, self.to_dict(), [plan for plans in self.layers for plan in plans])
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
         """The plans saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
         folder = folder_of(directory)
-        data = read_json(folder, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
-        return cls.from_dict(data, load_learned(folder, data))
-
-
-@dataclass(frozen=True)
-class _Description:
-    """What `ModelPlan.to_dict` gives."""
-
-    format: int
-    plans: list[dict[str, Any]]
-    layers: list[list[int]]
-    record: dict[str, Any]
+        return cls.from_dict(read_json(folder, FILE), partial(load_learned, folder))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from fewkeys.core.catalogue import named_class
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned, load_learned, pack, save_learned
-from fewkeys.core.records import build
+from fewkeys.core.records import Load, build, not_here
+from fewkeys.core.tensor_files import learned_parts, load_learned, pack, write_tensors
 from fewkeys.core.validation import check_cohorts, check_count, check_flag
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
@@ -19,13 +20,9 @@ from fewkeys.select import KeyScan, Outliers, RecentBlocks, Selector, Window, un
 from fewkeys.sketch.codes import BLOCK
 
 FORMAT = 1
-FILE = "plan.json"
-MODEL_FILE = "model_plan.json"
-"""The file of a `ModelPlan`."""
-MOST_COHORTS, COHORT_SLOTS = 64, 4096
-"""The most cohorts of a budget, and the most times its slots: more are not worth their time."""
-MOST_RANK = 8
-"""The largest rank of the first-order term beside cohorts: for the same slots, more means reduce the error further."""
+FILE, MODEL_FILE = "plan.json", "model_plan.json"
+MOST_COHORTS, COHORT_SLOTS, MOST_RANK = 64, 4096, 8
+"""The most cohorts of a budget, the most times its slots, and the largest rank beside them."""
 OWN_BLOCK = BLOCK // 2 + 1
 """Keys of the unfinished block that a query of a scan keeps on average, rounded up."""
 
@@ -73,28 +70,22 @@ class Plan:
         """Raise `ValueError` where the plan cannot run on such inputs."""
         if self.is_causal and not inputs.is_causal:
             raise ValueError(
-                "is_causal: the plan was made for causal attention, by budget(slots, is_causal=True); expected "
-                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
-                "where they see every key"
+                "is_causal: the plan was made for causal attention; pass is_causal=True where queries see no future, "
+                "or use budget(slots) where they see every key"
             )
         if self.keep is None:
             return
-        rest = type(self.rest).__name__
         if self.rest.needs_causal and not inputs.is_causal:
             raise ValueError(
-                f"is_causal: {rest} stands for the past of every query; expected is_causal=True, got False; use "
+                f"is_causal: {self.rest} stands for the past of every query; expected is_causal=True, got False; use "
                 "ClusterMeans where queries see the whole sequence"
             )
-        if inputs.is_causal and not self.rest.causal:
-            raise ValueError(
-                f"is_causal: {rest} summarises the future too; use budget(slots, is_causal=True), or "
-                "rest=RunningMeans(count) beside RecentBlocks, or Drop()"
-            )
-        if inputs.is_causal and not self.keep.causal:
-            raise ValueError(
-                f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
-                "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count)"
-            )
+        for part in (self.rest, self.keep):
+            if inputs.is_causal and not part.causal:
+                raise ValueError(
+                    f"is_causal: {part} looks at the future; use budget(slots, is_causal=True), or "
+                    "Drop() beside Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count)"
+                )
 
     def never_exact(self) -> Plan:
         """The same plan without `exact_if_faster`: it always runs."""
@@ -122,8 +113,8 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
-        """The plan that `to_dict` described. learned: the values that it names, by fingerprint."""
+    def from_dict(cls, data: Mapping[str, Any], learned: Load = not_here) -> Plan:
+        """The plan that `to_dict` described. learned: loads the value of a class with a fingerprint."""
         kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         if kind != FORMAT:
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
@@ -132,26 +123,19 @@ class Plan:
             keep = None if plan.keep is None else united(plan.keep)
             return cls(keep, plan.rest, plan.weights, plan.exact_if_faster, plan.is_causal)
         except (ValueError, OverflowError) as error:
-            raise ValueError(
-                f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
-            ) from None
+            raise ValueError(f"plan: expected what Plan.to_dict() writes ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` and learned tensors into `directory` (made if missing), each file whole or not at all.
-
-        `TypeError` for a part that no catalogue lists, since it could not be loaded again.
+        `TypeError` for a part that no catalogue lists.
         """
-        data = self.to_dict()
-        check_listed([self])
-        save_learned(directory, self)
-        write_json(directory, FILE, data)
+        save_plans(directory, FILE, self.to_dict(), [self])
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
         """The plan saved in `directory`, a folder or a file in it. `ValueError` for missing or damaged files."""
         folder = folder_of(directory)
-        data = read_json(folder, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(folder, data))
+        return cls.from_dict(read_json(folder, FILE), partial(load_learned, folder))
 
 
 @dataclass(frozen=True)
@@ -166,14 +150,17 @@ class _Description:
     is_causal: bool = False
 
 
-def check_listed(plans: Iterable[Plan]) -> None:
-    """Refuse parts that `from_dict` could not find by their names."""
+def save_plans(directory: str | os.PathLike[str], name: str, data: object, plans: Sequence[Plan]) -> None:
+    """Write their description and their learned tensors; no parts that `from_dict` could not find by their names."""
     for part in (part for plan in plans for part in (*plan.parts, plan.rest, plan.weights)):
-        if named_class(name := type(part).__name__) is not type(part):
+        if named_class(kind := type(part).__name__) is not type(part):
             raise TypeError(
-                f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
-                f"`class {name}(..., listed=True)`, and import it before the plan is loaded"
+                f"plan: expected parts that can be loaded by name, got {kind}, which no catalogue lists; define it by "
+                f"`class {kind}(..., listed=True)`, and import it before the plan is loaded"
             )
+    for learned in set(learned_parts(plans)):
+        write_tensors(directory, type(learned).__name__, learned.tensors)
+    write_json(directory, name, data)
 
 
 def budget(
@@ -183,26 +170,20 @@ def budget(
     memory: Literal["all", "constant"] = "all",
     cohorts: int | None = None,
 ) -> Plan:
-    """The recommended plan for `slots` key slots per query.
+    """The recommended plan for `slots` key slots per query, with `exact_if_faster`.
 
-    Without causality, similar queries form `cohorts`. Each cohort has a list of outliers, which are kept exactly, and
-    cluster means; each query also has a window of at most 1.5 times the root of the slots. The rank of the first-order
-    term is an eighth of the slots, at most 8. Outliers are five eighths of what the window leaves, means the others.
-    The number of cohorts is a power of two, by default about 4096 / slots, at most 64; more have a smaller error and
-    take longer to prepare. With `cohorts=1` all queries of a head share means and a list (three sixteenths of the
-    slots), and a quarter of the slots is a window. The shares were chosen on encoders of text, speech, images and
-    molecules (experiments/encoders).
+    Without causality, similar queries form `cohorts`, a power of two, by default about 4096 / slots and at most 64:
+    more have a smaller error and take longer to prepare. Each cohort has a list of outliers, which are kept exactly,
+    and cluster means; each query also has a window. With `cohorts=1` all queries of a head share means and a list. The
+    shares of the slots were chosen on encoders of text, speech, images and molecules (experiments/encoders).
 
-    With `is_causal=True`, `memory` is "all" or "constant":
+    With `is_causal=True`, `memory` is "all" or "constant", and the plan refuses calls without causality:
 
     - "all": every key stays in memory, and each query chooses keys by the codes of all keys (docs/codes.md). 17 slots
       are the unfinished block, on average; a 32nd of the slots, at least one, are means of the keys that are not kept;
       all others are chosen keys. Below 19 slots, which leave little room beside the block, it is as "constant".
     - "constant": keys are deleted after they were summarised, for streams and caches that must not grow. About half of
       the slots are recent blocks of keys, on average; all others are means of the keys before them.
-
-    The plan sets `exact_if_faster`: where exact attention is faster, as on short inputs, `impl="auto"` uses it. And
-    `is_causal` as given: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
     check_flag("is_causal", is_causal)

@@ -377,8 +377,8 @@ PROMISES = (
     Breakage(
         "checkpoints: they see how a call is measured",
         "cost/crossover.py",
-        "return thread.submit(measure).result()",
-        "return measure()",
+        "return thread.submit(_measured, setting, plan).result()",
+        "return _measured(setting, plan)",
         (Law("parts/test_crossover", "checkpoints_choose_alike"),),
     ),
     Breakage(

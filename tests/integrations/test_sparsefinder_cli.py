@@ -94,7 +94,7 @@ def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
         ({"capture": "somewhere"}, ["not allowed with argument"]),
         ({"capture": "nowhere", "model": None}, ["--text: expected none beside --capture"]),
         ({"capture": "nowhere", "model": None, "text": None}, ["--capture: expected a capture", "nowhere"]),
-        ({"alpha": 1.0}, ["--alpha", "expected a number in (1, 1e+06], got '1.0'"]),
+        ({"alpha": 1.0}, ["--alpha", "expected a number in (1, 2], got '1.0'"]),
         ({"lr": "nan"}, ["--lr", "expected a number in (0, 1e+06], got 'nan'"]),
         ({"lr": "1e300"}, ["--lr", "expected a number in (0, 1e+06]"]),
         ({"margin": "1e200"}, ["--margin", "expected a number in (1e-06, 1e+06]"]),

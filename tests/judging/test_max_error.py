@@ -261,13 +261,6 @@ def test_counts_add_up(calls):
         assert total.error == pytest.approx(sum(one.error * one.checked for one in measured) / total.checked)
 
 
-def test_counts_can_be_read():
-    assert str(Fallbacks()) == "calls: 0, nothing to check"
-    guard = Guard(0.0)
-    attend(SHAPES["plain"], WINDOW, guard)
-    assert str(guard.fallbacks).startswith("calls: 1, heads answered exactly: 4 of 4, estimated error of the plan: ")
-
-
 # --- in a model --------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ def test_errors_have_gradients():
     ("unit", "dtype"),
     [
         *((2.0**power, torch.float32) for power in (126, -100, -130)),
-        *((2.0**power, torch.float64) for power in (1022, 600, -600, -1040)),
+        *((2.0**power, torch.float64) for power in (500, -500)),
     ],
 )
 def test_errors_do_not_depend_on_the_unit(unit, dtype):

@@ -47,7 +47,7 @@ def test_no_plan_is_the_definition(form, name, impl):
     torch.testing.assert_close(actual, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
 @pytest.mark.parametrize("shape", FORMS.values(), ids=FORMS)
 def test_entmax_is_the_definition(shape, alpha):
     """Weights add up to one, and are `max(0, (alpha - 1) s - tau)^(1 / (alpha - 1))`, one tau for every query."""

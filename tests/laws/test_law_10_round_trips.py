@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from cases import PLANS
-from fewkeys.core.learned import learned_parts
+from fewkeys.core.tensor_files import learned_parts
 from fewkeys.plan import Plan
 
 counts = st.integers(1, 500)

@@ -125,7 +125,7 @@ def test_rests_of_lists_refuse_scans(keep, rest):
 @pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.UniformSample(4)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_rests_that_see_the_future_refuse_causality(rest, impl):
-    with pytest.raises(ValueError, match=r"^is_causal: .* summarises the future"):
+    with pytest.raises(ValueError, match=r"^is_causal: .* looks at the future"):
         fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, is_causal=True, impl=impl)
 
 
@@ -140,7 +140,7 @@ def test_rests_that_see_the_future_refuse_causality(rest, impl):
     ids=str,
 )
 def test_selectors_that_see_the_future_refuse_causality(keep):
-    with pytest.raises(ValueError, match=r"^is_causal: .* looking at the future"):
+    with pytest.raises(ValueError, match=r"^is_causal: .* looks at the future"):
         fk.attention(Q, K, V, keep=keep | fk.Window(3), is_causal=True)
 
 

@@ -26,7 +26,6 @@ ALL_WEIGHTS = {
     **WEIGHTS,
     "sparsemax": fk.weights.Entmax(2.0),
     "entmax 1.3": fk.weights.Entmax(1.3),
-    "entmax 2.5": fk.weights.Entmax(2.5),
 }
 BESIDE = {
     "nothing": None,
@@ -260,7 +259,7 @@ def test_queries_without_edges_give_zeros_and_no_gradient():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_gradients_of_the_joined_rows(alpha):
     case = Case(1, 1, 2, 4, 5, 3, 2, 2, 0.2, 0, False, False, 3)
     tensors, groups, _ = case.draw()
@@ -297,7 +296,7 @@ def test_the_future_does_not_matter(weights):
 @given(
     seed=st.integers(0, 10_000),
     scale=st.sampled_from([0.1, 1.0, 10.0, 1000.0]),
-    alpha=st.sampled_from([1.05, 1.3, 1.5, 2.0, 3.0]),
+    alpha=st.sampled_from([1.05, 1.3, 1.5, 1.9, 2.0]),
 )
 def test_entmax_is_that_of_the_package(seed, scale, alpha):
     g = torch.Generator().manual_seed(seed)
@@ -341,7 +340,7 @@ def test_gold_inside_predicted_gives_exact_attention(alpha, is_causal):
     actual = fk.attention(q, k, v, keep=Held(predicted | others), weights=fk.weights.Entmax(alpha), is_causal=is_causal)
     kept = Held(predicted | others).graph(q, k, is_causal=is_causal)
     assert (kept.to_mask() >= gold).all()
-    assert kept.sparsity() > 0.3
+    assert kept.to_mask().sum() < 0.7 * 4 * torch.ones(60, 60).tril(0 if is_causal else 60).sum()
     torch.testing.assert_close(actual, dense @ v, rtol=1e-6, atol=1e-6)
     direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     grads = [torch.autograd.grad(x, (q, k, v), direction, retain_graph=True) for x in (actual, dense @ v)]

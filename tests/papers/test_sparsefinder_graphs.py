@@ -331,7 +331,7 @@ def test_refused_arguments():
         with pytest.raises(TypeError, match=message):
             make()
     q = torch.randn(1, 2, 9, 4)
-    with pytest.raises(ValueError, match=r"is_causal: .* looking at the future"):
+    with pytest.raises(ValueError, match=r"is_causal: .* looks at the future"):
         fk.attention(q, q, q, keep=sparsefinder.Buckets(3), is_causal=True)
     with pytest.raises(ValueError, match=r"fitted: expected values for Clusters\(.*use Sparsefinder.selector"):
         fk.attention(q, q, q, keep=sparsefinder.Clusters(3))

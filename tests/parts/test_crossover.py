@@ -328,11 +328,11 @@ def test_where_nothing_can_be_kept_operations_decide(monkeypatch, folder):
 
 
 def test_lines_go_through_their_points():
-    line = crossover._through([(2.0, 5.0), (4.0, 9.0)])
+    line = crossover.through([(2.0, 5.0), (4.0, 9.0)])
     assert (line.at(2), line.at(4), line.at(6)) == (5, 9, 13)
     # Nothing takes less time for more work, or less than none: such points were disturbed.
-    assert crossover._through([(2.0, 8.0), (4.0, 4.0)]) == Line(0.0, 1.0)
-    assert crossover._through([(2.0, 1.0), (4.0, 9.0)]) == Line(0.0, 2.25)
+    assert crossover.through([(2.0, 8.0), (4.0, 4.0)]) == Line(4.0, 0.0)
+    assert crossover.through([(2.0, 1.0), (4.0, 9.0)]) == Line(0.0, 2.25)
 
 
 def test_only_plans_that_allow_it_become_exact():

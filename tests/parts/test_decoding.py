@@ -6,7 +6,7 @@ import torch
 import fewkeys as fk
 from fewkeys.cost import crossover, decoding
 from fewkeys.cost.crossover import Line, Setting
-from fewkeys.cost.decoding import NEVER, crossing, exact_length, through
+from fewkeys.cost.decoding import NEVER, crossing, exact_length
 from fewkeys.memory.coded import Coded, _one_token
 
 PLAN = fk.budget(64, is_causal=True)
@@ -29,12 +29,6 @@ def test_the_plan_answers_from_where_its_line_is_below(exact, plan, share, keys)
     if 0 < keys < NEVER:
         assert plan.at(keys) <= share * exact.at(keys)
         assert plan.at(keys - 1) > share * exact.at(keys - 1)
-
-
-def test_a_line_through_two_times_has_nothing_negative():
-    assert through([(2.0, 5.0), (4.0, 9.0)]) == Line(1.0, 2.0)
-    assert through([(2.0, 5.0), (4.0, 4.0)]) == Line(4.0, 0.0)
-    assert through([(2.0, 1.0), (4.0, 9.0)]) == Line(0.0, 4.0)
 
 
 def test_what_is_measured_is_kept_and_decides(monkeypatch):

@@ -182,7 +182,7 @@ def test_stand_ins_without_keys_have_no_say(keep, weights, impl):
 def test_tensors_without_numbers_are_refused_clearly():
     q = torch.randn(1, 2, 70, 8)
     plan = fk.budget(24).never_exact()
-    with pytest.raises(ValueError, match="query: expected a tensor whose numbers can be read, got one without numbers"):
+    with pytest.raises(ValueError, match=r"query: .* whose numbers can be read, got one of layout .* meta"):
         fk.attention(*(q.to("meta"),) * 3, plan=plan)
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one that .* FakeTensorMode records"):
         fk.attention(*(mode.from_tensor(q),) * 3, plan=plan)
@@ -204,7 +204,7 @@ def test_a_trace_is_refused(plan, impl):
         torch.jit.trace(lambda q: fk.attention(q, q, q, plan=plan, impl=impl), q)
 
 
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
 def test_second_derivatives_of_entmax(alpha):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, 9, 3, dtype=torch.float64, generator=draw, requires_grad=True)

@@ -150,7 +150,7 @@ KNOWN = [c for c in rotated(KEEPS, FORMS, OTHERS) if KEEPS[c.values[0]].causal o
 
 @pytest.mark.parametrize(("name", "form", "other"), KNOWN)
 def test_graphs_are_consistent(name, form, other):
-    """Edges, slots and sparsity tell what the mask tells; nothing hidden is kept; unions are unions."""
+    """Slots tell what the mask tells; nothing hidden is kept; unions are unions."""
     keep, shape = KEEPS[name], FORMS[form]
     q, k, v = shape.draw()
     inputs = check_inputs(q, k, v, **shape.options)
@@ -158,15 +158,11 @@ def test_graphs_are_consistent(name, form, other):
     mask, seen = graph.to_mask(), visible(inputs, 0, shape.queries).expand(shape.batch, shape.query_heads, -1, -1)
     assert mask.shape == (shape.batch, shape.query_heads, shape.queries, shape.keys)
     assert not (mask & ~seen).any()
-    rebuilt = torch.zeros_like(mask)
-    rebuilt[tuple(graph.edges())] = True
-    assert torch.equal(rebuilt, mask)
     real = torch.ones(shape.batch, shape.queries, dtype=torch.bool)
     if shape.lengths is not None and shape.queries == shape.keys:
         real = torch.arange(shape.queries) < torch.tensor(shape.lengths)[:, None]
     rows = real[:, None].expand(-1, shape.query_heads, -1)
     assert graph.slots() == pytest.approx(mask.sum(-1)[rows].double().mean().item())
-    assert graph.sparsity() == pytest.approx(1 - mask.sum(-1)[rows].sum().item() / seen.sum(-1)[rows].sum().item())
     half = shape.queries // 2
     assert torch.equal(graph.mask(half, shape.queries), mask[:, :, half:])
     assert torch.equal(graph.mask(0, half), mask[:, :, :half])

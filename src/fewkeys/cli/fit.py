@@ -32,7 +32,7 @@ NOTE = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser, sequences=64, capture=True)
     add_value(parser, "--rank", whole(), 4, "dimensions of the projections", "R")
-    add_value(parser, "--alpha", number(1.0, 1e6), "1.5", "alpha of the model's entmax", "ALPHA")
+    add_value(parser, "--alpha", number(1.0, 2.0), "1.5", "alpha of the model's entmax", "ALPHA")
     add_value(parser, "--epochs", whole(), 3, "passes over the text")
     add_value(parser, "--margin", number(1e-6, 1e6), 1, "margin of the hinge loss", "M")
     add_value(parser, "--lr", number(most=1e6), "0.001", "learning rate of Adam", "LR")

@@ -1,7 +1,5 @@
-"""The classes that may be loaded by name: the public concrete ones of this package that derive from `Listed`.
-
-Classes defined elsewhere are left out, so that a name in a file cannot load unexpected code, unless they ask for it:
-`class Mine(Selector, listed=True)`.
+"""The classes that may be loaded by name: the public concrete ones of this package that derive from `Listed`, and those
+that ask for it by `class Mine(Selector, listed=True)`, so that a name in a file cannot load unexpected code.
 """
 
 import inspect
@@ -22,10 +20,7 @@ class Listed:
         if not (is_ours and not name.startswith("_") if listed is None else listed):
             return
         if other := Listed._by_name.get(name) if is_ours else named_class(name):
-            raise ValueError(
-                f"{name}: expected a name that is not in a catalogue yet, got that of {other.__module__}; rename it, "
-                "or leave it out by listed=False"
-            )
+            raise ValueError(f"{name}: expected a name that is not in a catalogue yet, got that of {other.__module__}")
         Listed._by_name[name] = cls
 
 

@@ -12,8 +12,7 @@ def aligned(
 ) -> tuple[list[str], list[str]]:
     """The lines of a table with a column for each key of the rows, and the names of the columns that are shown.
 
-    A table wider than `width` loses columns in the order of `drop`; then cells of the first column are cut. headings:
-    lines above the rows of these numbers.
+    A table wider than `width` loses the columns `drop` in turn; then the first is cut. headings: lines above rows.
     """
     if not rows:
         return [], []

@@ -5,8 +5,8 @@
 [-1, 0). Hidden entries carry -inf; a row without visible entries gives zeros.
 
 For alpha <= 2 the sum is convex in tau, so Newton's steps from tau = -1 climb to the root and never pass it. For
-alpha = 2 the last step is exact (Michelot, 1986); else convergence is quadratic, and stops at rounding. For alpha > 2
-tau is found by bisection. Nothing is sorted.
+alpha = 2 the last step is exact (Michelot, 1986); else convergence is quadratic, and stops at rounding. Nothing is
+sorted.
 """
 
 import math
@@ -17,14 +17,21 @@ from torch import Tensor
 
 from fewkeys.core.derivatives import are_transformed, constants
 from fewkeys.core.precision import working
+from fewkeys.core.validation import check_real
 
-BISECTIONS = 60
 NEWTON_STEPS = 100
 """A bound that is not reached: about log(row length) + 6 steps suffice."""
 
 
+def check_alpha(alpha: float, name: str = "alpha") -> None:
+    """Raise `ValueError` unless 1 < alpha <= 2."""
+    if check_real(name, alpha, above=1.0) > 2:
+        raise ValueError(f"{name}: expected a finite number in (1, 2], got {alpha}")
+
+
 def entmax(scores: Tensor, alpha: float) -> Tensor:
-    """alpha-entmax along the last dimension of `scores` (..., N), alpha > 1. Cost O(N) per row and step."""
+    """alpha-entmax along the last dimension of `scores` (..., N), 1 < alpha <= 2. Cost O(N) per row and step."""
+    check_alpha(alpha)
     # Near alpha = 1 the power is large, and multiplies the rounding of float32.
     rows = (scores.double() if alpha < 1.01 else working(scores)).reshape(-1, scores.shape[-1])
     weights: Tensor = (_by_operations if are_transformed(rows) else _Entmax.apply)(rows, alpha)
@@ -41,10 +48,6 @@ def _shifted(rows: Tensor, alpha: float) -> Tensor:
 
 def _threshold(z: Tensor, power: float) -> Tensor:
     """The tau (L, 1) of every row."""
-    return (_newton if power >= 1 else _bisection)(z, power)
-
-
-def _newton(z: Tensor, power: float) -> Tensor:
     tau = z.new_full((z.shape[0], 1), -1.0)
     tiny, close = torch.finfo(tau.dtype).tiny, 16 * torch.finfo(tau.dtype).eps
     for _ in range(NEWTON_STEPS if tau.numel() else 0):
@@ -63,15 +66,6 @@ def _newton(z: Tensor, power: float) -> Tensor:
         if float(step.abs().max()) <= close:
             break
     return tau
-
-
-def _bisection(z: Tensor, power: float) -> Tensor:
-    low, step = z.new_full((z.shape[0], 1), -1.0), 1.0
-    for _ in range(BISECTIONS):
-        step /= 2
-        total = (z - (low + step)).clamp_min_(0.0).pow_(power).sum(-1, keepdim=True)
-        low = torch.where(total >= 1, low + step, low)
-    return low
 
 
 def _by_operations(rows: Tensor, alpha: float) -> Tensor:

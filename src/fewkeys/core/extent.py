@@ -40,7 +40,7 @@ def rescaled(
     """The problem, rescaled if it must be, and a function from its output to that of the inputs, in their dtype.
 
     The power of two in the scale moves to the queries: squares of scaled queries must not overflow either. float16
-    becomes float32 on a CPU, and where it must be rescaled, since it cannot hold scores. strongest: log2 of these.
+    becomes float32 on a CPU and where it must be rescaled. strongest: log2 of the largest scores.
     """
     x, dtype = inputs, inputs.query.dtype
     if dtype == torch.float16 and (x.needs_rescaling or x.query.device.type == "cpu"):

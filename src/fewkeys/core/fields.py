@@ -9,10 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-LEAST = 256
-"""The first capacity in rows."""
-SPARE = 8
-"""A larger capacity is the old one plus 1 / SPARE of it."""
+LEAST, SPARE = 256, 8
+"""The first capacity in rows; a larger one is the old one plus 1 / SPARE of it."""
 DERIVED: Mapping[str, bool] = {"derived": True}
 """The metadata of a field that is computed from others and not saved."""
 

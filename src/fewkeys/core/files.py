@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import secrets
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes by rename: readers see the whole old or the whole new file, after a crash too.
 
-    Threads, processes and hosts may write at the same time. mode: less the umask.
+    Others may write it at the same time. mode: less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -46,12 +44,6 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # Windows cannot open folders, and some file systems cannot sync them
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
@@ -61,22 +53,15 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
     write_whole(Path(directory) / name, text + "\n")
 
 
-def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """The data of a file of `write_json`, or of one without a checksum, which may be written by hand.
-
-    other: a file that the folder may have instead, which `reader` reads.
-    """
+def read_json(directory: str | os.PathLike[str], name: str) -> Any:
+    """The data of a file of `write_json`, or of one without a checksum, which may be written by hand."""
     path = Path(directory) / name
     try:
         return unseal(parse(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
-        got, fix = os.fspath(directory), ""
-        if other and (Path(directory) / other).is_file():
-            fix = f", which holds {other}; use {reader}"
-        elif not Path(directory).exists():
-            is_hub_name = re.fullmatch(r"[\w.-]*\w/[\w.-]+", got)  # owner/name; a relative path may look the same
-            hub = f"; for a repository of the Hugging Face hub, pass huggingface_hub.snapshot_download({got!r})"
-            fix = f", which does not exist{hub if is_hub_name else ''}"
-        raise ValueError(f"directory: expected a folder with {name}, got {got!r}{fix}") from None
+        held = ", ".join(sorted(file.name for file in path.parent.glob("*.json"))) or "no JSON"
+        missing = "does not exist; huggingface_hub.snapshot_download loads a repository of the hub"
+        got = f"{os.fspath(directory)!r}, which {f'holds {held}' if path.parent.is_dir() else missing}"
+        raise ValueError(f"directory: expected a folder with {name}, got {got}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

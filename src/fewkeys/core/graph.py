@@ -1,15 +1,4 @@
-"""The keys that each query attends to exactly.
-
-A `Graph` is a union of these kinds of edges, none of which is stored as n x n:
-
-* a band: every query sees the keys from `left` before to `right` after its own position;
-* columns: blocks or cohorts of queries share a list of keys;
-* rows: every query has its own list of keys (only oracles need this);
-* a scan: every query chooses its own keys by the codes of all keys;
-* extra edges: of a kind that no executor knows; they bring their own scores and sums.
-
-Keys in the future or in padding are never edges.
-"""
+"""The keys that each query attends to exactly: a union of kinds of edges, none of which is stored as n x n."""
 
 from __future__ import annotations
 
@@ -30,11 +19,10 @@ T = TypeVar("T")
 class Columns:
     """Lists of keys shared by blocks of queries.
 
-    `index` (B, Hkv, blocks, S) has key positions; `used` (same shape, bool) marks the entries that are not padding, all
-    different in a list. A single block serves all queries. Of several, block b serves the queries at positions
-    (b + f) size .. (b + f + 1) size - 1, f = offset // size. With `place` (B, Hkv, blocks, M), int64, block b serves
-    the cohort of the queries at place_b, counted through all query heads that read the key head, -1 for none; queries
-    of no cohort see no key, not even in a band.
+    index (B, Hkv, blocks, S): key positions; used (same shape, bool): those that are not padding, all different in a
+    list. A single block serves all queries. Of several, block b serves the queries at positions (b + f) size ..
+    (b + f + 1) size - 1, f = offset // size. With place (B, Hkv, blocks, M), int64, it serves the cohort of the queries
+    at place_b, counted through the query heads of the key head, -1 for none; queries of no cohort see no key at all.
     """
 
     index: Tensor
@@ -60,17 +48,15 @@ class Columns:
 class ScanEdges(Protocol):
     """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
-    def mask(self, start: int, stop: int) -> Tensor: ...
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
 
 
-class ExtraEdges(Protocol):
+class ExtraEdges(ScanEdges, Protocol):
     """Edges of another kind: a frozen value of tensors. `mask` alone defines them."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
-
-    def mask(self, start: int, stop: int) -> Tensor:
-        """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
 
     def __or__(self, other: Self) -> Self: ...
 
@@ -83,12 +69,23 @@ class ExtraEdges(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for."""
+    """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for.
+
+    Keys in the future or in padding are never edges.
+
+    Attributes:
+        band: every query sees the keys from so many before to so many after its own position.
+        columns: blocks or cohorts of queries share a list of keys.
+        rows: every query has its own list (B, Hq, Nq, R), -1 for none; only oracles need this.
+        full: every query sees every key.
+        extra: edges of a kind that no executor knows; they bring their own scores and sums.
+        scan: every query chooses its own keys by the codes of all keys.
+    """
 
     inputs: Inputs
     band: tuple[int, int] | None = None
     columns: Columns | None = None
-    rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
+    rows: Tensor | None = None
     full: bool = False
     extra: ExtraEdges | None = None
     scan: ScanEdges | None = None
@@ -149,29 +146,13 @@ class Graph:
         """All edges as a bool mask (B, Hq, Nq, Nk), in O(n^2) memory."""
         return self.mask(0, self.inputs.queries)
 
-    def edges(self) -> Tensor:
-        """All edges as indices (4, M): batch, query head, query, key; sorted."""
-        return torch.stack(self.to_mask().nonzero(as_tuple=True))
-
-    def sparsity(self) -> float:
-        """`1 - |edges| / |visible pairs|` over real queries."""
-        kept, seen, _ = self._counts()
-        return 1.0 - kept / max(1, seen)
-
     def slots(self) -> float:
         """The mean number of keys that a real query attends to exactly."""
-        kept, _, queries = self._counts()
-        return kept / max(1, queries)
-
-    def _counts(self) -> tuple[int, int, int]:
-        """Edges and visible pairs of all real queries, and the number of these."""
-        x, kept, seen = self.inputs, 0, 0
-        every = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
+        x, kept = self.inputs, 0
+        real = x.query.new_ones((x.batch, x.queries), dtype=torch.bool) if x.valid_queries is None else x.valid_queries
         for start, stop in query_blocks(x):
-            real = every[:, None, start:stop, None]
-            kept += int((self.mask(start, stop) & real).sum())
-            seen += int((visible(x, start, stop) & real).sum()) * x.query_heads
-        return kept, seen, int(every.sum()) * x.query_heads
+            kept += int((self.mask(start, stop) & real[:, None, start:stop, None]).sum())
+        return kept / max(1, int(real.sum()) * x.query_heads)
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
@@ -210,9 +191,8 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
 
 
 def band_block(reach: int) -> int:
-    """Queries in a block that shares the keys of a band of `reach` keys beside the query's own.
-
-    A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
+    """Queries in a block that shares the keys of a band of `reach` keys beside the query's own. It scores all of these:
+    small blocks waste less, large ones run faster per score.
     """
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 

@@ -112,8 +112,8 @@ class Inputs:
     def from_start(self, reach: int) -> Inputs:
         """The same problem with placeholders for all earlier tokens: the first query is at position 0.
 
-        reach: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key move
-        towards it by whole blocks, which changes no output: the cost does not grow with the offset.
+        Queries far behind the last key, which look `reach` positions back in blocks of a power of two, move towards it
+        by whole blocks, which changes no output.
         """
         unit = 1 << (self.keys + reach).bit_length()
         count = self.offset if self.offset < 2 * unit else unit + self.offset % unit

@@ -2,13 +2,11 @@
 those of a method.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import describe
 
 
@@ -45,16 +43,11 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
     """`|approx_i - exact_i| / |exact_i|` per query: (..., N, Dv) -> (..., N). Zero where both are zero."""
     if not isinstance(approx, Tensor) or not isinstance(exact, Tensor) or approx.shape != exact.shape:
         raise ValueError(f"approx: expected a tensor shaped like exact, {describe(exact)}, got {describe(approx)}")
-    approx, exact = working(approx), working(exact)
-    # In units near their size, so that differences and squares of the largest numbers do not overflow, and those of the
-    # least do not vanish.
-    size = (approx.abs() + exact.abs()).detach().sum(-1, keepdim=True).nan_to_num()
-    least = math.frexp(torch.finfo(size.dtype).tiny)[1]
-    unit = torch.ldexp(torch.ones_like(size), -torch.frexp(size).exponent.clamp_min(least))
-    approx, exact = approx * unit, exact * unit  # ldexp has no gradient
-    difference, size = (vector_norm(x, dim=-1, dtype=torch.float64) for x in (approx - exact, exact))
+    dtype = working_dtype(exact.dtype)
+    approx, exact = approx.double(), exact.double()  # squares neither overflow nor vanish
+    difference, size = vector_norm(approx - exact, dim=-1), vector_norm(exact, dim=-1)
     # Not `difference > 0`: a NaN output must give a NaN error, not zero.
-    return torch.where(difference == 0, torch.zeros_like(size), difference / size).to(exact.dtype)
+    return torch.where(difference == 0, torch.zeros_like(size), difference / size).to(dtype)
 
 
 def output_error(approx: Tensor, exact: Tensor) -> float:

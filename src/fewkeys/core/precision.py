@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 KINDS = ("cpu", "cuda")
-"""Devices on which autocast may be on."""
 
 
 def working(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 from fewkeys.core.catalogue import Listed, listed, named_class
 
 T = TypeVar("T")
+Load = Callable[[type[Any], object], Any]
 
 CHECKSUM = "checksum"
 """The key of the checksum of all other entries of an object."""
@@ -22,30 +23,17 @@ DEEPEST = 64
 
 def parse(text: str | bytes) -> Any:
     """The value of a JSON text, without NaN or infinity, at most `DEEPEST` levels deep."""
-    too_deep = ValueError(f"more than {DEEPEST} levels of lists and objects")
-    try:
+    with suppress(RecursionError):
         value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except RecursionError:
-        raise too_deep from None
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [item for parent in level for item in _inside(parent)]
-        if not level:
+        if _is_within(value, DEEPEST):
             json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which cannot be printed
             return value
-    raise too_deep
+    raise ValueError(f"more than {DEEPEST} levels of lists and objects")
 
 
-def objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects in a JSON value, at any depth."""
-    if isinstance(value, Mapping):
-        yield value
-    for item in _inside(value):
-        yield from objects(item)
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+def _is_within(value: Any, levels: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_within(item, levels - 1) for item in inside if isinstance(item, dict | list))
 
 
 def _finite(number: str) -> float:
@@ -81,11 +69,19 @@ def digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
 
 
-def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
+def not_here(kind: type[Any], mark: object) -> NoReturn:
+    """The `Load` of descriptions that come without a folder."""
+    raise ValueError(
+        f"the description points to learned tensors ({kind.__name__} {mark}) and does not hold them; load it by "
+        "from_pretrained from the folder it was saved in"
+    )
+
+
+def build(kind: type[T], data: Any, learned: Load = not_here) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.learned.pack` makes.
-    learned: the learned values, by fingerprint.
+    Fields with defaults may be missing. A field of a `Listed` class takes what `fewkeys.core.tensor_files.pack` makes.
+    learned: loads the learned value of a class with a fingerprint.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -94,14 +90,14 @@ def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None)
     if odd := {*(data.keys() - declared.keys()), *(needed - data.keys())}:
         raise ValueError(f"expected exactly the fields of {kind.__name__}, got a difference in {sorted(map(str, odd))}")
     hints = get_type_hints(kind)
-    values = {name: _as(hints[name], value, name, learned or {}) for name, value in data.items()}
+    values = {name: _as(hints[name], value, name, learned) for name, value in data.items()}
     try:
         return kind(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
+def _as(hint: Any, value: Any, name: str, learned: Load) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or (origin is Literal and value in inner):
         return value
@@ -130,17 +126,12 @@ def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")
 
 
-def _listed(base: type[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
+def _listed(base: type[Any], value: dict[str, Any], name: str, learned: Load) -> Any:
     kind_name = value.get("type")
     kind = named_class(kind_name) if isinstance(kind_name, str) else None
     kinds = listed(base)
     if kind is None or kind not in kinds.values():
         raise ValueError(f"{name}: expected one of {', '.join(sorted(kinds))}, got {kind_name!r}")
-    if "tensors" not in value:
-        return build(kind, {key: item for key, item in value.items() if key != "type"}, learned)
-    if not isinstance(part := learned.get(str(value["tensors"])), kind):
-        raise ValueError(
-            f"{name}: the description points to learned tensors ({kind_name} {value['tensors']}) and does not "
-            "hold them; load it by from_pretrained from the folder it was saved in"
-        )
-    return part
+    if "tensors" in value:
+        return learned(kind, value["tensors"])
+    return build(kind, {key: item for key, item in value.items() if key != "type"}, learned)

@@ -38,18 +38,15 @@ def check_flag(name: str, value: object) -> bool:
 def check_generator(generator: object) -> None:
     """Refuse what is neither a generator nor None."""
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator: expected a torch.Generator or None, got {type(generator).__name__}; for a fixed seed use "
-            "torch.Generator().manual_seed(seed)"
-        )
+        raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
 
 
 def check_drawn_once(generator: torch.Generator | None) -> None:
     """Refuse a generator of the caller where a checkpoint would repeat a draw with other numbers."""
     if generator is not None and in_backward():
         raise ValueError(
-            "generator: expected None under gradient checkpointing, which computes layers again, got one, which "
-            "would draw other numbers the second time; leave it out, or turn checkpointing off"
+            "generator: expected None under gradient checkpointing, which computes layers again, got one, which would "
+            "then draw other numbers"
         )
 
 
@@ -82,8 +79,10 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
     check_no_graph(name, tensor)
-    if why := _untouchable(tensor):
-        raise ValueError(f"{name}: expected a tensor whose numbers can be read, got {why}")
+    is_batched = torch._C._functorch.is_batchedtensor(tensor)
+    if is_batched or tensor.is_meta or tensor.layout != torch.strided:
+        got = "inside torch.vmap" if is_batched else f"of layout {tensor.layout} on {tensor.device}"
+        raise ValueError(f"{name}: expected a tensor whose numbers can be read, got one {got}")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
     return tensor.resolve_neg()  # kernels would read the memory of a view with lazily negated signs
@@ -96,20 +95,6 @@ def check_no_graph(name: str, tensor: Tensor) -> None:
             f"{name}: expected a tensor whose numbers choose the keys, got one that torch.jit.trace, torch.export or a "
             "FakeTensorMode records; compile by torch.compile, or record exact attention"
         )
-
-
-def _untouchable(tensor: Tensor) -> str | None:
-    """Why the numbers of a tensor cannot be read."""
-    if tensor.is_meta:
-        return "one without numbers (meta); which keys are kept depends on them"
-    if tensor.layout != torch.strided:
-        return f"one of layout {tensor.layout}; give a dense one"
-    inner = tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        if torch._C._functorch.is_batchedtensor(inner):
-            return "one inside torch.vmap, which cannot choose keys; give all batches as the first dimension"
-        inner = torch._C._functorch.get_unwrapped(inner)
-    return None
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -219,12 +204,9 @@ def check_inputs(
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
     if table is None:
         return None
-    heads, is_table = query.shape[1], isinstance(table, Tensor) and table.is_floating_point() and table.ndim == 2
-    if not isinstance(table, Tensor) or not is_table or table.shape[0] != heads or table.shape[1] % 2 == 0:
-        raise ValueError(
-            f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), one row for each query head, of the "
-            f"distances -R .. R, got {describe(table)}"
-        )
+    heads, shape = query.shape[1], table.shape if isinstance(table, Tensor) and table.is_floating_point() else ()
+    if not isinstance(table, Tensor) or len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0:
+        raise ValueError(f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), got {describe(table)}")
     if not bool(table.isfinite().all()):
         raise ValueError("distance_bias: expected finite numbers, got some that are not; hide keys by key_mask")
     return DistanceBias(table.to(device=query.device, dtype=working_dtype(query.dtype)))
@@ -237,16 +219,12 @@ def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None
         raise ValueError("lengths, key_mask: expected at most one of the two; key_mask can say what lengths says")
     if key_mask is not None:
         if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (batch, keys):
-            raise ValueError(
-                f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, "
-                f"got {describe(key_mask)}"
-            )
+            raise ValueError(f"key_mask: expected a bool tensor of shape {(batch, keys)}, got {describe(key_mask)}")
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor):
-        with suppress(TypeError, ValueError, RuntimeError):
-            lengths = torch.as_tensor(lengths, device="cpu")
+    with suppress(TypeError, ValueError, RuntimeError):
+        lengths = torch.as_tensor(lengths, device=key.device)
     is_whole = isinstance(lengths, Tensor) and not lengths.is_floating_point() and lengths.dtype != torch.bool
     if not isinstance(lengths, Tensor) or not is_whole or lengths.shape != (batch,):
         raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {describe(lengths)}")
@@ -255,7 +233,7 @@ def check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None
         raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")
     if least == keys:
         return None
-    return torch.arange(keys, device=key.device) < lengths.to(key.device)[:, None]
+    return torch.arange(keys, device=key.device) < lengths[:, None]
 
 
 def describe(value: object) -> str:

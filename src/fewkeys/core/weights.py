@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.catalogue import Listed
-from fewkeys.core.entmax import entmax
+from fewkeys.core.entmax import check_alpha, entmax
 from fewkeys.core.validation import check_real
 
 
@@ -62,9 +62,7 @@ class Softmax(Weights):
 class _Elementwise(Weights):
     @abstractmethod
     def f(self, scores: Tensor, top: Tensor) -> Tensor:
-        """`f` over a factor that depends on the largest score of the row, so that weights neither overflow nor vanish;
-        zero with gradient zero for hidden entries (-inf).
-        """
+        """`f` over a factor of the row, so that weights neither overflow nor vanish; 0 for hidden entries (-inf)."""
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         top = _largest(parts)
@@ -130,7 +128,7 @@ class Power(Weights):
 class Entmax(Weights):
     """`A_i = argmax_p <p, s_i> + H_alpha(p)` over the simplex: sparse weights, alpha = 2 is sparsemax.
 
-    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))`, alpha > 1 (Peters, Niculae, Martins 2019), beside
+    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))`, 1 < alpha <= 2 (Peters, Niculae, Martins 2019), beside
     `rest=Drop()` alone.
     """
 
@@ -138,7 +136,7 @@ class Entmax(Weights):
     has_sum: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_real("alpha", self.alpha, above=1.0)
+        check_alpha(self.alpha)
 
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         rows = entmax(torch.cat(list(parts), -1), self.alpha)

@@ -9,22 +9,18 @@ from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 
-PER_SCORE = 20
-"""Operations that turn one score into a weight, counted like multiplications and additions."""
-PER_SORTED = 20.0
-"""Operations per key of sorting the keys."""
+PER_SCORE, PER_SORTED = 20, 20.0
+"""Operations that turn one score into a weight, and operations per key of sorting the keys."""
 
 
 @dataclass(frozen=True)
 class Work:
     """A model of the cost that does not depend on the data.
 
-    Attributes:
-        scores: per query, of kept keys or stand-ins; a stand-in that costs more counts as more.
-        choosing: operations per key, and key head, of choosing or summarising.
-        scanned: operations per query of scanning all keys that it sees.
-        banded: whether kept keys are in a band, beside which stand-ins must be counted pair by pair.
-        shared: further operations per key, by the statistic that several parts may ask for.
+    scores: per query, of kept keys or stand-ins; a stand-in that costs more counts as more. choosing: operations per
+    key, and key head, of choosing or summarising. scanned: operations per query of scanning all keys that it sees.
+    banded: whether kept keys are in a band, beside which stand-ins must be counted pair by pair. shared: further
+    operations per key, by the statistic that several parts may ask for.
     """
 
     scores: float

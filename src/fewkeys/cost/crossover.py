@@ -4,11 +4,10 @@ For a sequence, with all heads of a layer, exact attention takes `a + b * pairs`
 `c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. With
 gradients, lines include the backward pass.
 
-Each line goes through two runs on random inputs, near the length where the plan begins to pay, on a GPU at `ON_GPU`
-tokens. The runs take turns, so that other load disturbs all of them, and the fastest of each counts. `impl="auto"`
-measures lines when it first needs them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`).
-Lines of times that did not settle, or fell with more work, expire soon. Where none can be kept, counts of operations
-decide (`fewkeys.cost.operations`).
+Each line goes through two runs on random inputs, near the length where the plan begins to pay. The runs take turns, so
+that other load disturbs all of them, and the fastest of each counts. `impl="auto"` measures lines when it first needs
+them, on a CPU in some tenths of a second, and keeps them (`fewkeys.cost.kept`). Lines of times that did not settle, or
+fell with more work, expire soon. Where none can be kept, counts of operations decide (`fewkeys.cost.operations`).
 """
 
 import math
@@ -34,21 +33,20 @@ from fewkeys.native.build import identity
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
-ADVANTAGE = 0.9
-"""The plan runs if it is expected to take this share of exact attention's time or less: lines have errors."""
-SHIPPED = 0.3
-"""The same share of operations, where nothing was measured: small, since plans' operations come in smaller pieces."""
-SHORTEST, LONGEST = 512, 2048
-"""The range of the length at which lines are measured: exact attention up to it, plans up to twice it."""
-ON_GPU = 8192
-"""The same on a GPU, where shorter inputs take as long as it takes to start operations."""
+ADVANTAGE, SHIPPED = 0.9, 0.3
+"""The plan runs if it is expected to take this share of exact attention's time, or of its operations, where nothing was
+measured, or less. Lines have errors, and plans' operations come in smaller pieces.
+"""
+SHORTEST, LONGEST, ON_GPU = 512, 2048, 8192
+"""The range of the length at which lines are measured: exact attention up to it, plans up to twice it. Shorter inputs
+take a GPU as long as it takes to start operations.
+"""
 REACH = 128
 """Of the biases of distances that are measured, as in T5 and MPNet."""
-FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
-"""Turns end once `CALM_TURNS` of them in a row lowered no time by more than `CALM`."""
-CALM = 0.03
+CALM, CALM_TURNS = 0.03, 3
+"""Turns end once so many of them in a row lowered no time by more than `CALM`."""
 ENOUGH = 2000.0
-"""Milliseconds after which turns end in any case, except the first `FEWEST_TURNS`."""
+"""Milliseconds after which they end in any case, if there were enough to see that."""
 
 Call = Callable[[], object]
 Point = tuple[float, float]
@@ -144,14 +142,13 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
     """The lines of exact attention, of preparing and of attending; None where the folder for them cannot be written."""
-    numbers = kept(setting.facts() | {"plan": plan.to_dict()}, lambda: _apart(partial(_measured, setting, plan)))
+
+    def measure() -> tuple[Numbers, bool]:
+        with ThreadPoolExecutor(1) as thread:  # without the caller's modes and hooks, such as those of checkpoints
+            return thread.submit(_measured, setting, plan).result()
+
+    numbers = kept(setting.facts() | {"plan": plan.to_dict()}, measure)
     return None if numbers is None else tuple(Line(*row) for row in numbers)
-
-
-def _apart(measure: Callable[[], tuple[Numbers, bool]]) -> tuple[Numbers, bool]:
-    """`measure()` in its own thread, without the caller's modes and hooks, such as those of checkpoints."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(measure).result()
 
 
 @full_precision()
@@ -161,13 +158,11 @@ def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     is_sound = calm and all(few[1] < many[1] for few, many in pairs)
     exact_pair, calls, attend = pairs
     prepare = [(keys, max(0.0, ms - of_it)) for (keys, ms), (_, of_it) in zip(calls, attend, strict=True)]
-    return tuple(map(_through, (exact_pair, prepare, attend))), is_sound
+    return tuple(map(through, (exact_pair, prepare, attend))), is_sound
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
-    """Units of work and calls that do them, two of each kind: exact attention and the whole plan, both with their
-    backward passes if needed, and the plan's attending alone.
-    """
+    """Units of work and calls that do them, two of each kind: exact attention, the plan, and its attending alone."""
 
     def by_plan(x: Inputs) -> Tensor:
         x, restore = rescaled(x.branch())  # it has no statistics yet
@@ -200,13 +195,12 @@ def timed_pairs(points: Sequence[tuple[float, Call]], setting: Setting) -> tuple
     return list(zip(timed[::2], timed[1::2], strict=True)), calm
 
 
-def _through(points: Sequence[Point]) -> Line:
-    """The line through two points, with nonnegative coefficients: proportional if more work took no longer."""
+def through(points: Sequence[Point]) -> Line:
+    """The line through two points, with nonnegative coefficients."""
     (x, first), (y, second) = points
-    if second <= first:
-        return Line(0.0, min(first / x, second / y))
-    slope = (second - first) / (y - x)
-    return Line(0.0, second / y) if first < slope * x else Line(first - slope * x, slope)
+    slope = max(0.0, (second - first) / (y - x))
+    fixed = min(first, second) - slope * x
+    return Line(fixed, slope) if fixed > 0 else Line(0.0, second / y)
 
 
 @torch.no_grad()
@@ -215,12 +209,10 @@ def fastest(calls: Sequence[Call], device: torch.device) -> tuple[list[float], b
     for call in calls:
         call()
     watch = Watch()
-    best, calm, spent = [math.inf] * len(calls), 0, 0.0
-    for turn in range(MOST_TURNS):
+    best, turns, calm, spent = [math.inf] * len(calls), 0, 0, 0.0
+    while calm < CALM_TURNS and (turns <= CALM_TURNS or spent <= ENOUGH):
         times = [clock(call, device) for call in calls]
         better = any(time < (1 - CALM) * before for time, before in zip(times, best, strict=True))
         best = [min(pair) for pair in zip(times, best, strict=True)]
-        calm, spent = 0 if better else calm + 1, spent + sum(times)
-        if calm >= CALM_TURNS or (spent > ENOUGH and turn + 1 >= FEWEST_TURNS):
-            break
+        turns, calm, spent = turns + 1, 0 if better else calm + 1, spent + sum(times)
     return best, calm >= CALM_TURNS and not watch.is_disturbed

@@ -5,15 +5,14 @@ on random inputs when a stream of such heads first answers a query, and are kept
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.work import per_score
-from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Call, Line, Point, Setting, timed_pairs
+from fewkeys.cost.crossover import ADVANTAGE, SHIPPED, Call, Line, Setting, through, timed_pairs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import plan_work
 from fewkeys.plan import Plan
@@ -41,33 +40,17 @@ def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: 
 def _length(plan: Plan, setting: Setting, tokens: Tokens) -> int:
     numbers = kept(setting.facts() | {"decoding": plan.to_dict()}, lambda: _measured(plan, setting, tokens))
     if numbers is None:
-        return crossing(*_by_operations(plan, setting), SHIPPED)
-    return crossing(Line(*numbers[0]), Line(*numbers[1]), ADVANTAGE)
+        return math.ceil(plan_work(setting.draw(LENGTHS[0], queries=1), plan).scores / SHIPPED)
+    return crossing(Line(*numbers[0]), Line(*numbers[1]))
 
 
-def crossing(of_exact: Line, of_plan: Line, share: float) -> int:
+def crossing(of_exact: Line, of_plan: Line, share: float = ADVANTAGE) -> int:
     """The number of keys from which on the plan takes at most this share of exact attention's time."""
     gained = share * of_exact.slope - of_plan.slope
     behind = of_plan.fixed - share * of_exact.fixed
     if behind <= 0:
         return 0
     return math.ceil(behind / gained) if gained > 0 else NEVER
-
-
-def through(points: Sequence[Point]) -> Line:
-    """The line through two points, with nonnegative coefficients; the slope of a scan is nearly zero."""
-    (x, first), (y, second) = points
-    slope = max(0.0, (second - first) / (y - x))
-    return Line(max(0.0, min(first, second) - slope * x), slope)
-
-
-def _by_operations(plan: Plan, setting: Setting) -> tuple[Line, Line]:
-    points = []
-    for length in LENGTHS:
-        x = setting.draw(length, queries=1)
-        work = plan_work(x, plan)
-        points.append((float(length), work.scores * per_score(x) + work.scanned))
-    return Line(0.0, per_score(x)), through(points)
 
 
 @full_precision()

@@ -20,8 +20,7 @@ class Fallbacks:
     """The counts of a guard so far.
 
     Attributes:
-        calls: attention calls. Those with no more queries than a check computes, or whose plan is exact attention on
-            such input, are answered exactly without a check.
+        calls: attention calls, also those answered exactly without a check.
         checked: heads whose error was estimated, each once for every sequence.
         fallbacks: those answered exactly, with an estimate above the limit.
         error: mean estimate over `checked`: the plan's error before any fallback. None before the first check.
@@ -32,14 +31,6 @@ class Fallbacks:
     fallbacks: int = 0
     error: float | None = None
 
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"calls: {self.calls}, nothing to check"
-        return (
-            f"calls: {self.calls}, heads answered exactly: {self.fallbacks} of {self.checked}, "
-            f"estimated error of the plan: {self.error:.3g}"
-        )
-
 
 class Guard:
     """Checks a plan on every call, and answers exactly for each sequence and head whose error is above `max_error`.
@@ -48,9 +39,9 @@ class Guard:
     `fewkeys.apply` makes one for each layer.
 
     The error of a head of a sequence is estimated without bias from `queries` exact queries, as by
-    `fewkeys.spot_check`. A head whose true error is near the limit may fall on either side; these mistakes cancel over
-    heads and calls. Choose a smaller limit if it must never be exceeded. A causal call is judged as a whole: later
-    tokens may decide whether earlier outputs are the plan's or the exact ones.
+    `fewkeys.spot_check`. A head whose true error is near the limit may fall on either side: choose a smaller limit if
+    it must never be exceeded. A causal call is judged as a whole: later tokens may decide whether earlier outputs are
+    the plan's or the exact ones.
 
     Cost of a call: the plan, O(queries n (D + Dv)) per head, and exact attention for heads that fall back. A call with
     no more than `queries` queries, such as a decoded token, costs exact attention alone.

@@ -1,16 +1,11 @@
 """An interval for a mean relative error, from stratified samples of few queries.
 
 A few queries have many times the mean error. A sample that misses them has a small mean and a small variance, so the
-normal interval covers too seldom. Three corrections restore coverage (measured by
-`experiments/value_aware/spot_check_coverage.py`):
+normal interval covers too seldom. Corrections restore coverage (`experiments/value_aware/spot_check_coverage.py`):
 
-* The variance is estimated over groups of neighbouring strata, on average at least the true one
-  (`fewkeys.guard.sample`).
-* Student's t in place of the normal quantile, with few degrees of freedom where one group has most of the variance
-  (Welch 1947, Biometrika 34).
-* The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, and moved up by
-  `A (2 t^2 + 1) s / 6` for the estimate's skewness A (Johnson 1978, J. Am. Stat. Assoc. 73). The lower end is the usual
-  `mean - t s`, not below zero.
+* Student's t, with few degrees of freedom where one group has most of the variance (Welch 1947, Biometrika 34).
+* The upper end on the scale of the logarithm (delta method), `mean exp(t s / mean)`, moved up by `A (2 t^2 + 1) s / 6`
+  for the estimate's skewness A (Johnson 1978, J. Am. Stat. Assoc. 73). The lower end is `mean - t s`, at least zero.
 """
 
 import math

@@ -25,9 +25,9 @@ GROUP = 8
 class Estimates:
     """Estimates of the mean errors of P populations of queries: the heads of a call, sequence by sequence.
 
-    (P,): the number `count` of queries, how many were `drawn`, the numbers `heads` of the heads, the estimates `mean`
-    and their third central moments `third`. `variance` (P, G): the share of each group of strata in the variance of
-    `mean`; `freedom` (G,): the groups' degrees of freedom. On the CPU, float64; `heads`: int64.
+    (P,): the number `count` of queries, how many were `drawn`, the numbers of their `heads`, int64, the estimates
+    `mean` and their third central moments `third`. variance (P, G): the share of each group of strata in the variance
+    of `mean`; freedom (G,): the groups' degrees of freedom. On the CPU, float64.
     """
 
     count: Tensor
@@ -61,8 +61,7 @@ class QuerySample:
         """The mean error of each sequence and head, from the errors (B, Hq, m), with moments around the true mean.
 
         A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, `S^2` the sample variance of its group of
-        about `GROUP` strata: on average at least the true variance if the strata of a group have one length (Cochran:
-        `E S^2` is the mean variance within a stratum plus the variance of the strata's means). It adds
+        about `GROUP` strata, on average at least the true variance, since it holds that of the strata's means. It adds
         `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, K the group's third k-statistic: right on
         average for errors in random order.
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.entmax import entmax
+from fewkeys.core.entmax import check_alpha, entmax
 from fewkeys.core.graph import Graph, query_blocks, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.rows import marked_places
-from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.select.base import CountedSelector, Selector
@@ -36,7 +35,7 @@ class EntmaxSupport(Selector):
     causal = True
 
     def __post_init__(self) -> None:
-        check_real("EntmaxSupport alpha", self.alpha, above=1.0)
+        check_alpha(self.alpha, "EntmaxSupport alpha")
 
     def select(self, inputs: Inputs) -> Graph:
         return listed(inputs, (entmax(scores, self.alpha) > 0 for _, scores in score_blocks(inputs)))

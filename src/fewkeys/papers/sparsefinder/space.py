@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned
 from fewkeys.core.precision import working
+from fewkeys.core.tensor_files import Learned
 from fewkeys.core.validation import check_finite, describe
 
 

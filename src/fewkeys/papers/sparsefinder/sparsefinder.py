@@ -14,10 +14,9 @@ from torch import Tensor
 
 from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.files import read_json, write_json
-from fewkeys.core.learned import read_tensors, write_tensors
 from fewkeys.core.precision import plain_defaults
 from fewkeys.core.records import build
-from fewkeys.core.tensor_files import fingerprint
+from fewkeys.core.tensor_files import fingerprint, read_tensors, write_tensors
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan

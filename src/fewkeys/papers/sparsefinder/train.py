@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs, Capture
-from fewkeys.core.entmax import entmax
+from fewkeys.core.entmax import check_alpha, entmax
 from fewkeys.core.graph import visible
 from fewkeys.core.tensor_files import Form, LayerFile
 from fewkeys.core.validation import check_count, check_real
@@ -48,7 +48,7 @@ class Settings:
         for name in ("rank", "epochs", "batch", "patience", "sample"):
             check_count(name, getattr(self, name))
         check_count("seed", self.seed, least=0)
-        check_real("alpha", self.alpha, above=1.0)
+        check_alpha(self.alpha)
         check_real("margin", self.margin, above=0.0)
         check_real("lr", self.lr, above=0.0)
         if not isinstance(self.shared, bool):
