@@ -152,7 +152,7 @@ def test_files_that_are_no_streams_are_refused(tmp_path):
     save_file({"near": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a stream"):
         Stream.load(path)
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="missing"):
         Stream.load(tmp_path / "missing")
 
 

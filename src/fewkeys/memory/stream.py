@@ -73,10 +73,9 @@ class Stream:
             _memory_class(head_plan)
         check_leaves(leaves, self._plans)
         self._heads: dict[Rules, list[int]] = {}
-        """The key heads of each distinct plan; none where one plan serves all heads."""
+        """The key heads of each distinct plan; one plan serves all heads."""
         for head, head_plan in enumerate(self._plans):
-            heads = self._heads.setdefault(Rules(head_plan, leaves or "model", undo), [])
-            heads += [head] if len(self._plans) > 1 else []
+            self._heads.setdefault(Rules(head_plan, leaves or "model", undo), []).append(head)
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._query_heads: int | None = None
@@ -212,8 +211,6 @@ class Stream:
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
         """The stream that `save` wrote. `ValueError` for a damaged file or another kind of file."""
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
             ((facts, tensors),) = files.read(path, "stream")
             plans = [Plan.from_dict(plan) for plan in facts.plans]
@@ -303,7 +300,7 @@ class Stream:
     def _empty(self, number: int, rows: Tensor) -> Group:
         """The group of the sequences `rows` under plan `number`, without tokens."""
         (rules, heads), kind = [*self._heads.items()][number], cast("Kind", self._kind)
-        heads = heads or [*range(kind.heads)]
+        heads = heads if len(self._plans) > 1 else [*range(kind.heads)]
         memory = _memory_class(rules.plan).begin(rules, kind._replace(batch=len(rows), heads=len(heads)))
         return Group(number, torch.tensor(heads, device=kind.device), rows, memory)
 
