@@ -200,22 +200,23 @@ class Constant(Fields):
 
     def _attend(self, queries: int) -> Tensor:
         """Outputs (B, Hq, M, Dv), in working precision, of the last M queries of a unit. Cost O(M slots (D + Dv))."""
-        parts, weights, held = self.parts, self.rules.plan.weights, self.exact.shape[2]
-        query = self.unit_queries[:, :, :, -queries:, :-1]
-        rows = torch.cat([working(self.exact), self.summary.rows], 2)
-        key, value = rows.tensor_split([self.kind.dim], -1)
-        score = torch.unflatten(query.flatten(2, 3) @ key.mT, 2, query.shape[2:4])
-        first = self.count - queries
+        parts, weights, held, dim = self.parts, self.rules.plan.weights, self.exact.shape[2], self.kind.dim
+        query, rows = self.unit_queries[:, :, :, -queries:, :-1], working(self.exact)
+        if parts.means:
+            rows = torch.cat([rows, self.summary.rows], 2)
+        score = torch.unflatten(query.flatten(2, 3) @ rows[..., :dim].mT, 2, query.shape[2:4])
+        first, is_tilted = self.count - queries, isinstance(weights, Softmax)
         position = torch.arange(first, self.count, device=rows.device)[:, None]
-        place = torch.arange(held, device=rows.device)
-        place = torch.where(place < parts.sinks, place, place + self.count - held)
-        seen = (place > position - parts.window) | (place >= parts.near_from(first)) | (place < parts.sinks)
-        score[..., :held].masked_fill_(~seen | (place > position), -math.inf)
-        size, tilted = self.summary.size[:, :, None, None], isinstance(weights, Softmax)
-        score[..., held:] += self.summary.excess[:, :, None, None] if tilted else size.log().clamp_max(0.0)
+        place = torch.arange(self.count - held, self.count, device=rows.device)  # that of sinks is earlier
+        hidden = place < (position + 1 - parts.window).clamp_max(parts.near_from(first))
+        hidden[:, : parts.sinks] = False
+        score[..., :held].masked_fill_(hidden | (place > position), -math.inf)
+        size = self.summary.size[:, :, None, None]
+        if parts.means:
+            score[..., held:] += self.summary.excess[:, :, None, None] if is_tilted else size.log().clamp_max(0.0)
         (weight,) = weights.kernel([score])
-        if not tilted:
+        if not is_tilted:
             weight[..., held:] *= size
         weight = weight.flatten(2, 3)
-        mixed = weight @ value / positive(weight.sum(-1, keepdim=True))
+        mixed = weight @ rows[..., dim:] / positive(weight.sum(-1, keepdim=True))
         return torch.unflatten(mixed, 2, query.shape[2:4]).flatten(1, 2)
