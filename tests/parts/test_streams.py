@@ -152,7 +152,7 @@ def test_files_that_are_no_streams_are_refused(tmp_path):
     save_file({"near": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a stream"):
         Stream.load(path)
-    with pytest.raises(FileNotFoundError, match="no file"):
+    with pytest.raises(FileNotFoundError, match="missing"):
         Stream.load(tmp_path / "missing")
 
 
@@ -287,6 +287,21 @@ def test_tokens_wait_for_their_queries_while_the_stream_is_read(plan, tmp_path):
     for one in (other, loaded := Stream.load(tmp_path / "stream")):
         one.append(k[:, :, 100:], v[:, :, 100:])
     assert torch.equal(loaded.attend(q[:, :, 100:]), other.attend(q[:, :, 100:]))
+
+
+def test_a_save_right_after_an_append_copies_no_memory():
+    """The file has the tokens that wait; the stream does not, and answers them afterwards."""
+    (q, k, v), mask = SHAPES[0].draw(), torch.ones(2, 150, dtype=torch.bool)
+    stream, other = fk.stream(SCAN.never_exact()), fk.stream(SCAN.never_exact())
+    for one in (stream, other):
+        feed(one, q, k, v, mask, [40])
+        one.append(k[:, :, 40:], v[:, :, 40:])
+    _, tensors = stream.contents()
+    held = stream._groups[0].memory.rows
+    assert tensors["0.rows.key"].shape[2] == 150
+    assert tensors["0.rows.key"].data_ptr() == held.key.storage.data_ptr()
+    assert held.count == 40
+    assert torch.equal(stream.attend(q[:, :, 40:]), other.attend(q[:, :, 40:]))
 
 
 class StopAt(TorchDispatchMode):

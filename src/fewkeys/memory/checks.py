@@ -27,10 +27,14 @@ class Kind(NamedTuple):
         return f"{sizes} in {self.dtype} on {self.device}"
 
     @staticmethod
-    def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> Kind:
-        """Of tokens of `dtype`, with stored keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
+    def of(key: Tensor, value: Tensor) -> Kind:
         batch, heads, _, dim = key.shape
-        return Kind(batch, heads, dim, value.shape[3], dtype, key.device)
+        return Kind(batch, heads, dim, value.shape[3], key.dtype, key.device)
+
+    def no_tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys (B, Hkv, 0, D) and values (B, Hkv, 0, Dv)."""
+        like = torch.empty((self.batch, self.heads, 0, 0), dtype=self.dtype, device=self.device)
+        return like.new_empty((*like.shape[:3], self.dim)), like.new_empty((*like.shape[:3], self.value_dim))
 
 
 class NewTokens(NamedTuple):
@@ -42,10 +46,6 @@ class NewTokens(NamedTuple):
     value: Tensor
     real: Tensor | None
     largest: list[float]
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.of(self.key, self.value, self.key.dtype)
 
     def select(self, sequences: Tensor | slice, tokens: slice) -> NewTokens:
         real = None if self.real is None else self.real[sequences, tokens]
@@ -66,12 +66,11 @@ def check_tokens(key: object, value: object, key_mask: object, before: Kind | No
     else:
         real = real.clone()
         k, v = (rows.masked_fill(~real[:, None, :, None], 0.0) for rows in (k, v))
-    tokens = NewTokens(k, v, real, largest_entries(k, v))
-    if before is not None and tokens.kind != before:
-        name = "value" if tokens.kind._replace(value_dim=before.value_dim) == before else "key"
+    tokens, kind = NewTokens(k, v, real, largest_entries(k, v)), Kind.of(k, v)
+    if before is not None and kind != before:
         fix = "; for more sequences use select(index) of a stream, or batch_repeat_interleave(n) of a cache"
-        more = fix if tokens.kind.batch != before.batch else ""
-        raise ValueError(f"{name}: expected {before} like the tokens before, got {tokens.kind}{more}")
+        more = fix if kind.batch != before.batch else ""
+        raise ValueError(f"key: expected {before} like the tokens before, got {kind}{more}")
     if not all(map(math.isfinite, tokens.largest)):
         check_finite(key=k, value=v)
     return tokens

@@ -1,32 +1,28 @@
 """Memory of every token, with codes of the keys. A query scans the codes and reads the few keys that it chooses.
 
 The first tokens attend exactly, as many as `fewkeys.cost.decoding` says, and all later ones by the plan. Keys whose
-squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at every call, since a later key may change
-the scale.
+squares may overflow are rescaled (`fewkeys.core.extent`) and coded again at every call, which may change the scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import autocast_is_on, working_dtype
-from fewkeys.core.validation import largest_entries
+from fewkeys.core.precision import autocast_is_on
 from fewkeys.cost.decoding import exact_length
 from fewkeys.execute import dispatch, exact, native
 from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
 from fewkeys.memory.checks import Kind
-from fewkeys.memory.files import SavedFacts
 from fewkeys.memory.rows import HeldRows, Rules
 from fewkeys.native.build import LargeError
 from fewkeys.native.tensors import placed
@@ -50,8 +46,7 @@ class Coded(Fields):
 
     rules: Rules
     rows: HeldRows
-    later: HeldRows | None = field(metadata=DERIVED)
-    """Replaces `rows`, in int8, once the plan answers; None: it has, or never will."""
+    """In int8 from the first answer of the plan on, as they came until then."""
     codes: Buffer = field(metadata=DERIVED)
     sigma: Buffer = field(metadata=DERIVED)
     sums: Buffer = field(metadata=DERIVED)
@@ -60,35 +55,27 @@ class Coded(Fields):
     """The number of first tokens that attend exactly; None before the first query."""
     step: _Step | None = None
 
+    fewest: ClassVar[int] = 0
+    """The smallest number of tokens, beside 0, that `crop` can leave."""
+
     @staticmethod
-    def begin(rules: Rules, key: Tensor, value: Tensor) -> Coded:
-        """Memory without tokens, for keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
-        rows, later = HeldRows.empty(rules.leaves, key, value), None
-        if rules.plan.exact_if_faster and rules.leaves != "model":
-            rows, later = HeldRows.empty("model", key, value), rows
-        heads, bytes_of_block = key.shape[:2], width(key.shape[3]) * BLOCK // 4
+    def begin(rules: Rules, kind: Kind) -> Coded:
+        """Memory without tokens."""
+        key, value = kind.no_tokens()
+        rows = HeldRows.empty("model" if rules.plan.exact_if_faster else rules.leaves, key, value)
+        heads, bytes_of_block = key.shape[:2], width(kind.dim) * BLOCK // 4
         blocks = (
             key.new_empty((*heads, 0, bytes_of_block), dtype=torch.uint8),
             key.new_empty((*heads, 0, BLOCK), dtype=torch.int16),
-            key.new_zeros((*heads, 1, key.shape[3] + value.shape[3]), dtype=torch.float64),
+            key.new_zeros((*heads, 1, kind.dim + kind.value_dim), dtype=torch.float64),
         )
         packed, sigma, sums = (Buffer(part, part.shape[2], LEAST) for part in blocks)
-        return Coded(rules, rows, later, packed, sigma, sums)
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.of(self.rows.key.storage, self.rows.value.storage, self.rows.dtype)
+        return Coded(rules, rows, packed, sigma, sums)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         """What `extend` changes in place."""
-        later = () if self.later is None else self.later.buffers
-        return (*self.rows.buffers, *later, self.codes, self.sigma, self.sums)
-
-    @property
-    def fewest(self) -> int:
-        """The smallest number of tokens, beside 0, that `crop` can leave."""
-        return 0
+        return (*self.rows.buffers, self.codes, self.sigma, self.sums)
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
@@ -96,7 +83,7 @@ class Coded(Fields):
         """The memory with N more tokens, and the outputs of their queries (B, Hq, N, D), if any. `is_large`: squares of
         entries may overflow.
         """
-        memory = replace(self, is_large=True) if is_large and not self.is_large else self
+        memory = replace(self, is_large=True, step=None) if is_large else self
         if query is None:
             memory.rows.append(key, value)
             return memory, None
@@ -115,27 +102,24 @@ class Coded(Fields):
         """Add a token and return the output of its query, by the kernel call of the token before; None, and no token is
         added, if that call does not serve it.
         """
-        step, count = self.step, self.rows.count
-        if step is None or self.is_large or self.exact_until is None or count < self.exact_until:
-            return None
-        if not self._stores(query, key, value) or not step.serves(self, query, scale, count // BLOCK):
+        step, place = self.step, self.rows.count
+        if step is None or not self._stores(query, key, value) or not step.serves(self, query, scale, place // BLOCK):
             return None
         try:
-            output = step.call.attend(query, count + 1, count, (key, value))
+            output = step.call.attend(query, place + 1, place, (key, value))
         except LargeError:
             return None
         for buffer in self.rows.buffers:
-            buffer.count = count + 1
+            buffer.count = place + 1
         return output
 
     def _stores(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether a kernel can store this token: there is room, and its rows are like the others."""
-        if not placed(query, key, value) or autocast_is_on() or query.is_neg() or key.is_neg() or value.is_neg():
+        tokens, rows = (query, key, value), self.rows
+        if not placed(*tokens) or autocast_is_on() or any(x.is_neg() or x.dtype != rows.dtype for x in tokens):
             return False
-        rows = self.rows
         return (
             all(rows.count < buffer.storage.shape[2] for buffer in rows.buffers)
-            and rows.dtype == query.dtype == key.dtype == value.dtype
             and key.shape == (*rows.key.storage.shape[:2], 1, rows.key.storage.shape[3])
             and value.shape == (*rows.key.storage.shape[:2], 1, rows.value.storage.shape[3])
         )
@@ -150,33 +134,19 @@ class Coded(Fields):
             buffer.count = min(buffer.count, count // BLOCK + (buffer is self.sums))
         return replace(self, step=None)  # its block may come again with other codes
 
-    def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.rows.dtype)}
-
-    @staticmethod
-    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Coded:
-        """The memory of `count` tokens in a file; `ValueError` if it is not valid."""
-        if facts.moved is not None:
-            raise ValueError(f"expected no number of moved tokens for a KeyScan, got {facts.moved}")
-        rows = HeldRows.checked(tensors, facts.torch_dtype(), "rows.")
-        if rows.scale is not None and rules.leaves != "int8":
-            raise ValueError("expected keys as they came, got some in int8")
-        if rows.count != count:
-            raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
-        key, value = rows.read(0, count)
-        sizes = (0.0, *largest_entries(key, value))
-        large = needs_rescaling(sizes, 1.0, key.shape[3], working_dtype(key.dtype))
-        memory = replace(Coded.begin(rules, key.to(rows.dtype), value.to(rows.dtype)), is_large=large)
-        memory = memory._converted() if rows.scale is not None else memory
-        memory.rows.join(rows)
-        return memory
+    def filled(self, count: int, tensors: Mapping[str, Tensor]) -> Coded:
+        """This empty memory with `count` tokens of a file; `ValueError` unless they are memory of such a plan."""
+        memory = self._converted() if "rows.scale" in tensors else self
+        return replace(memory, rows=memory.rows.filled(count, tensors, "rows"))
 
     def _converted(self) -> Coded:
         """The memory with all rows in their final form."""
-        if self.later is None:
+        if self.rules.leaves == "model" or self.rows.scale is not None:
             return self
-        self.later.join(self.rows)
-        return replace(self, rows=self.later, later=None)
+        key, value = self.rows.read(0, self.rows.count)
+        rows = HeldRows.empty("int8", key, value)
+        rows.append(key, value)
+        return replace(self, rows=rows)
 
     def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, by_plan: bool) -> tuple[Coded, Tensor]:
         memory = self._converted() if by_plan else self
@@ -254,7 +224,8 @@ def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callab
     token = (x.query, x.key[:, :, -1:], x.value[:, :, -1:], x.scale)
 
     def added(by_plan: bool) -> Callable[[], object]:
-        memory = replace(Coded.begin(Rules(plan.never_exact(), "model", 0), x.key, x.value), exact_until=0)
+        rules = Rules(plan.never_exact(), "model", 0)
+        memory = replace(Coded.begin(rules, Kind.of(x.key, x.value)), exact_until=0)
         memory.rows.append(x.key, x.value)
 
         def add() -> Tensor:

@@ -1,7 +1,7 @@
 """Memory of a fixed size: near tokens and sinks, exactly, and means of all others.
 
-Once squares of entries (`fewkeys.core.extent`) or of scores may overflow, everything is in float64: no scale would fit
-all later entries.
+Once squares of entries or scores may overflow (`fewkeys.core.extent`), everything is in float64: no scale would fit all
+later entries.
 """
 
 from __future__ import annotations
@@ -9,26 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fewkeys.core.extent import LARGEST
 from fewkeys.core.fields import DERIVED, Buffer, Fields
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.core.weights import Softmax, Weights, positive
+from fewkeys.core.weights import Softmax, positive
 from fewkeys.memory.checks import Kind
-from fewkeys.memory.files import SavedFacts
-from fewkeys.memory.rows import Rules, named_rows
-from fewkeys.past.state import State
+from fewkeys.memory.rows import Rules
+from fewkeys.past.summary import Summary, moments
 from fewkeys.plan import Plan
 from fewkeys.select.base import Recent
 
-STRONGEST = 56
-"""log2 of the score that summaries can square in float32."""
 NEVER = 2**62
 """A position that no sequence reaches."""
 
@@ -79,171 +75,148 @@ def parts_of(plan: Plan) -> Parts:
 class Constant(Fields):
     """The memory of all plans but `KeyScan`; its methods are those of `Coded`.
 
-    dtype: of the tokens as they come; before: the states at the ends of the latest units, for `crop`.
+    exact (B, Hkv, K, D + Dv): keys and values, side by side, of the sinks and of the latest of `count` tokens; summary
+    and squares, which `moments` reads: of the keys and queries before the current unit; unit_queries
+    (B, Hkv, gqa_ratio, M, D + 1): `[q, 1]` of the scaled queries q of the unit's M tokens, zero for tokens without;
+    before: the memories at the ends of the latest units, for `crop`.
     """
 
     rules: Rules
     parts: Parts
-    dtype: torch.dtype
-    state: State
-    before: tuple[State, ...] = field(default=(), metadata=DERIVED)
+    kind: Kind
+    """Of the tokens as they come."""
+    count: int
+    exact: Tensor
+    summary: Summary
+    squares: Tensor
+    unit_queries: Tensor
+    before: tuple[Constant, ...] = field(default=(), metadata=DERIVED)
+
+    buffers: ClassVar[tuple[Buffer, ...]] = ()
 
     @staticmethod
-    def begin(rules: Rules, key: Tensor, value: Tensor) -> Constant:
-        parts = parts_of(rules.plan)
-        return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
+    def begin(rules: Rules, kind: Kind) -> Constant:
+        parts, exact = parts_of(rules.plan), torch.cat(kind.no_tokens(), -1)
+        summary = Summary.empty(parts.means, working(exact))
+        squares = summary.rows.new_zeros((kind.batch, kind.heads, kind.dim + 1, kind.dim + 1))
+        return Constant(rules, parts, kind, 0, exact, summary, squares, squares[:, :, None, :0])
 
     @property
-    def kind(self) -> Kind:
-        return Kind.of(self.state.near.key, self.state.near.value, self.dtype)
-
-    @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        return ()
+    def moved(self) -> int:
+        """The number of tokens before the current unit."""
+        return self.count - self.unit_queries.shape[3]
 
     @property
     def fewest(self) -> int:
-        return self.before[0].moved if self.before else self.state.moved
+        return self.before[0].moved if self.before else self.moved
 
     def extend(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool
     ) -> tuple[Constant, Tensor | None]:
-        memory = self._in_float64() if is_large else self
-        parts, outputs, done = self.parts, [], 0
+        memory = self.changed(Tensor.double) if is_large else self
+        rows, asked = torch.cat([key, value], -1).to(memory.exact), memory.unit_queries
+        if query is None:
+            asked = asked.new_zeros((*asked.shape[:3], key.shape[2], asked.shape[4]))
+        else:
+            asked = pad(query.to(asked).unflatten(1, (key.shape[1], -1)) * scale, (0, 1), value=1.0)
+        outputs, done, unit = [], 0, self.parts.unit
         while done < key.shape[2]:
-            memory = memory._begin_unit()
-            state = memory.state
-            key, value = (rows.to(state.near.key.dtype) for rows in (key, value))
-            stop = min(key.shape[2], done + parts.unit - state.length % parts.unit)
-            rows = None
+            stop = min(key.shape[2], done + unit - memory.count % unit)
+            memory = memory._begin_unit()._append(rows[:, :, done:stop], asked[:, :, :, done:stop])
             if query is not None:
-                rows = query[:, :, done:stop].to(state.unit_queries.dtype).unflatten(1, (key.shape[1], -1)) * scale
-            state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, parts.sinks)
-            if rows is not None:
-                outputs.append(_attend(state, parts, self.rules.plan.weights, rows))
-            memory, done = replace(memory, state=state), stop
-        return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
+                outputs.append(memory._attend(stop - done))
+            done = stop
+        return memory, torch.cat(outputs, 2).to(self.kind.dtype) if outputs else None
 
     def crop(self, count: int) -> Constant:
-        if count < self.fewest:  # none stays
-            empty = State.empty(self.parts.means, self.state.near.key, self.state.near.value)
-            return replace(self, state=empty, before=())
-        state, before = self.state, [*self.before]
-        while count < state.moved:
-            state = before.pop()
-        return replace(self, state=state.crop(count), before=tuple(before))
+        numbers = [number for number, memory in enumerate(self.before) if count < memory.count]
+        memory = replace(self.before[numbers[0]], before=self.before[: numbers[0]]) if numbers else self
+        gone = memory.count - count
+        exact = memory.exact[:, :, : memory.exact.shape[2] - gone]
+        asked = memory.unit_queries[:, :, :, : memory.unit_queries.shape[3] - gone]
+        return replace(memory, count=count, exact=exact, unit_queries=asked)
 
-    def facts(self) -> dict[str, Any]:
-        return {"moved": self.state.moved, "dtype": str(self.dtype)}
+    def filled(self, count: int, tensors: Mapping[str, Tensor]) -> Constant:
+        """This empty memory with `count` tokens of a file; `ValueError` unless they are memory of such a plan."""
+        empty = self.changed(Tensor.double) if tensors["exact"].dtype == torch.float64 else self
+        free = {"exact": (2,), "unit_queries": (2, 3)}
+        forms = {}
+        for name, part in empty.tensors().items():
+            shape = [None if axis in free.get(name, ()) else size for axis, size in enumerate(part.shape)]
+            forms[name] = Form(tuple(shape), part.dtype, infinite=name == "summary.excess")
+        check(tensors, forms)
+        memory, parts = replace(empty.with_tensors(tensors), count=count), self.parts
+        moved, first, sinks = memory.moved, memory._first, min(count, parts.sinks)
+        if not 0 <= count - moved <= parts.unit or moved < 0 or moved % parts.unit:
+            raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {count}")
+        if not sinks <= first <= max(sinks, parts.needed_from(moved)):
+            raise ValueError(f"expected the near tokens that the plan needs after {count}, got those from {first}")
+        return memory
 
-    @staticmethod
-    def restored(rules: Rules, count: int, facts: SavedFacts, tensors: Mapping[str, Tensor]) -> Constant:
-        if facts.moved is None:
-            raise ValueError("expected the number of moved tokens, got none")
-        dtype, (key, value) = facts.torch_dtype(), named_rows(tensors, "state.near.")
-        if key.dtype not in (dtype, torch.float64):
-            raise ValueError(f"expected tokens of {dtype} to be held as they came or in float64, got {key.dtype}")
-        empty = Constant.begin(rules, key, value)
-        _check(tensors, count, facts.moved, empty)
-        memory = empty.with_tensors(tensors)
-        near = replace(memory.state.near, first=count - key.shape[2])
-        memory = replace(memory, dtype=dtype, state=replace(memory.state, moved=facts.moved, near=near))
-        return memory._in_float64() if _hold_large(tensors) else memory
-
-    def _in_float64(self) -> Constant:
-        if self.state.near.key.dtype == torch.float64:
-            return self
-        return self.changed(lambda part: part.double() if part.is_floating_point() else part)
+    @property
+    def _first(self) -> int:
+        """The place of the first exact token behind the sinks."""
+        return self.count - self.exact.shape[2] + min(self.count, self.parts.sinks)
 
     def _begin_unit(self) -> Constant:
         """Where a unit begins, evicted keys enter the summary, and near tokens that no query needs are dropped."""
-        parts, place = self.parts, self.state.length
-        if place == self.state.moved or place % parts.unit:
+        parts, place = self.parts, self.count
+        if place == self.moved or place % parts.unit:
             return self
-        memory = self._in_float64() if _has_strong_scores(self.state) else self
-        state, before = memory.state, memory.before
-        if self.rules.undo:
-            before = (*(old for old in before if old.length > place - self.rules.undo), state)
-        tilted = isinstance(self.rules.plan.weights, Softmax)
-        state = state.advance(parts.near_from(place - 1), parts.near_from(place), tilted=tilted)
-        near = state.near.between(parts.needed_from(place), place)
-        return replace(memory, state=replace(state, near=near), before=before)
+        sinks, first = min(place, parts.sinks), self._first
 
+        def index(position: int) -> int:
+            return sinks + max(0, position - first)
 
-def _attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
-    """Outputs (B, Hq, M, Dv), in working precision, of the scaled queries (B, Hkv, gqa_ratio, M, D) of the last M
-    tokens of a unit. Cost O(M slots (D + Dv)).
-    """
-    near, sinks, summary, rows = state.near, state.sinks, state.summary, query.flatten(2, 3)
-    shape, tilted = query.shape[2:4], isinstance(weights, Softmax)
+        asked = self.unit_queries.flatten(2, 3)
+        squares, summary = self.squares + asked.mT @ asked, self.summary
+        rows = working(self.exact[:, :, index(parts.near_from(place - 1)) : index(parts.near_from(place))])
+        if rows.shape[2] and parts.means:
+            real = torch.ones(rows.shape[:3], dtype=torch.bool, device=rows.device)
+            tilted = isinstance(self.rules.plan.weights, Softmax)
+            summary = summary.absorb(rows, real, moments(squares), tilted=tilted)
+        exact = torch.cat([self.exact[:, :, :sinks], self.exact[:, :, index(parts.needed_from(place)) :]], 2)
+        ends = (*self.before, replace(self, before=()))
+        return replace(
+            self,
+            exact=exact,
+            summary=summary,
+            squares=squares,
+            unit_queries=self.unit_queries[:, :, :, :0],
+            before=tuple(end for end in ends if end.count > place - self.rules.undo),
+        )
 
-    def scores(key: Tensor) -> Tensor:
-        return torch.unflatten(rows @ working(key).mT, 2, shape)
+    def _append(self, rows: Tensor, asked: Tensor) -> Constant:
+        """The memory with more tokens of the unit, and their rows of `unit_queries`."""
+        before = self.unit_queries
+        if before.shape[2] != asked.shape[2]:  # there has been no query yet
+            before = before[:, :, :1].expand(-1, -1, asked.shape[2], -1, -1)
+        return replace(
+            self,
+            count=self.count + rows.shape[2],
+            exact=torch.cat([self.exact, rows], 2),
+            unit_queries=torch.cat([before, asked], 3),
+        )
 
-    first = state.length - shape[1]
-    places = torch.arange(first, state.length, device=query.device)[:, None]
-    place = torch.arange(near.first, near.stop, device=query.device)
-    seen = ((place > places - parts.window) | (place >= parts.near_from(first))) & (place <= places)
-    sources = [(scores(near.key).masked_fill_(~seen, -math.inf), near.value)]
-    if sinks.count:
-        hidden = torch.arange(sinks.count, device=query.device) > places
-        # Sinks that are near tokens, too, count once.
-        hidden[:, near.first :] |= seen[:, : max(0, sinks.count - near.first)]
-        sources.append((scores(sinks.key).masked_fill_(hidden, -math.inf), sinks.value))
-    if summary.count:
-        bias = summary.excess if tilted else summary.size.log().clamp_max(0.0)
-        sources.append((scores(summary.key) + bias[:, :, None, None], summary.value))
-    weight = weights.kernel([score for score, _ in sources])
-    if summary.count and not tilted:
-        weight[-1] = weight[-1] * summary.size[:, :, None, None]
-    flat = [part.flatten(2, 3) for part in weight]
-    total = reduce(torch.add, (part.sum(-1, keepdim=True) for part in flat))
-    mixed = reduce(torch.add, (part @ working(value) for part, (_, value) in zip(flat, sources, strict=True)))
-    return torch.unflatten(mixed / positive(total), 2, shape).flatten(1, 2)
-
-
-def _has_strong_scores(state: State) -> bool:
-    """Whether squares of scores may overflow in the summary: of keys and queries of different calls, too."""
-    keys = [float(key.abs().max()) for key in (state.near.key, state.summary.key) if key.numel()]
-    if len(keys) < 2 or state.near.key.dtype == torch.float64:
-        return False
-    queries = state.queries.add(state.unit_queries, state.has_query).moments().second
-    query = math.sqrt(float(queries.diagonal(dim1=-2, dim2=-1).max()))
-    return query * max(keys) * state.near.key.shape[3] > 2.0**STRONGEST
-
-
-def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Constant) -> None:
-    """Raise `ValueError` unless the tensors are memory of such a plan: kernels trust every shape."""
-    parts, since = empty.parts, length - moved
-    if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
-        raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
-    near, queries = tensors["state.near.key"].shape[2], tensors["state.unit_queries"]
-    if not length - parts.needed_from(moved) <= near <= length:
-        raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
-    sizes: dict[str, dict[int, int]] = {
-        "state.near": {2: near},
-        "state.sinks": {2: min(parts.sinks, length)},
-        "state.unit_queries": {2: max(1, queries.shape[2]) if queries.ndim > 2 else 1, 3: since},
-        "state.has_query": {1: since},
-    }
-    forms = {}
-    for name, like in empty.tensors().items():
-        expected = sizes.get(name.removesuffix(".key").removesuffix(".value"), {})
-        shape = tuple(expected.get(axis, size) for axis, size in enumerate(like.shape))
-        least = 0.0 if name.endswith((".size", ".count", "seen.square")) else -math.inf
-        forms[name] = Form(shape, like.dtype, least, infinite=name == "state.summary.excess")
-    check(tensors, forms)
-    size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]
-    if not torch.equal(excess.isinf(), size == 0) or bool((excess == torch.inf).any()):
-        raise ValueError("expected an excess of -inf at the free places of the summary alone, got it elsewhere")
-    if bool((size.sum(-1) > tensors["state.summary.seen.count"].clamp_max(length)).any()):
-        raise ValueError("expected a summary of keys that were seen, got more")
-    if bool((tensors["state.queries.square"].diagonal(dim1=-2, dim2=-1) < 0).any()):
-        raise ValueError("expected squares of queries, got negative ones")
-
-
-def _hold_large(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether rows, or sums of their squares, are so large that memory must be in float64."""
-    log = dict.fromkeys(("key", "value", "rows", "unit_queries", "total"), LARGEST) | {"square": 2 * LARGEST}
-    limits = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
-    return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in limits)
+    def _attend(self, queries: int) -> Tensor:
+        """Outputs (B, Hq, M, Dv), in working precision, of the last M queries of a unit. Cost O(M slots (D + Dv))."""
+        parts, weights, held, dim = self.parts, self.rules.plan.weights, self.exact.shape[2], self.kind.dim
+        query, rows = self.unit_queries[:, :, :, -queries:, :-1], working(self.exact)
+        if parts.means:
+            rows = torch.cat([rows, self.summary.rows], 2)
+        score = torch.unflatten(query.flatten(2, 3) @ rows[..., :dim].mT, 2, query.shape[2:4])
+        first, is_tilted = self.count - queries, isinstance(weights, Softmax)
+        position = torch.arange(first, self.count, device=rows.device)[:, None]
+        place = torch.arange(self.count - held, self.count, device=rows.device)  # that of sinks is earlier
+        hidden = place < (position + 1 - parts.window).clamp_max(parts.near_from(first))
+        hidden[:, : parts.sinks] = False
+        score[..., :held].masked_fill_(hidden | (place > position), -math.inf)
+        size = self.summary.size[:, :, None, None]
+        if parts.means:
+            score[..., held:] += self.summary.excess[:, :, None, None] if is_tilted else size.log().clamp_max(0.0)
+        (weight,) = weights.kernel([score])
+        if not is_tilted:
+            weight[..., held:] *= size
+        weight = weight.flatten(2, 3)
+        mixed = weight @ rows[..., dim:] / positive(weight.sum(-1, keepdim=True))
+        return torch.unflatten(mixed, 2, query.shape[2:4]).flatten(1, 2)

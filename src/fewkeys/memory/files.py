@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from fewkeys.core import tensor_files
@@ -14,42 +13,26 @@ from fewkeys.core.tensor_files import FAULTS as FAULTS
 from fewkeys.core.validation import check_count
 from fewkeys.memory.rows import LeafType
 
-FORMAT = 5
+FORMAT = 6
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """The header and the tensors of a stream."""
 
 
 @dataclass(frozen=True)
-class SavedFacts:
-    """The facts of a memory. moved: `State.moved` of a `Constant`."""
-
-    dtype: Literal["torch.float64", "torch.float32", "torch.bfloat16", "torch.float16"]
-    moved: int | None = None
-
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return dtype
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """The number of a group's plan, its padding, and the facts of its memory."""
-
-    plan: int
-    gaps: list[list[int]]
-    held: SavedFacts
-
-
-@dataclass(frozen=True)
 class Facts:
-    """A stream: its plans by `Plan.to_dict`, its arguments, the number of its tokens, and its groups."""
+    """A stream: its plans by `Plan.to_dict`, its arguments, the number of its tokens, their sizes (the numbers of
+    `Kind`) and dtype, the largest magnitudes so far, and the number of the plan of each group.
+    """
 
     plans: list[dict[str, Any]]
     scale: float | None
     leaves: LeafType | None
     length: int
-    groups: list[GroupFacts]
+    sizes: tuple[int, int, int, int] | None
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
+    largest: list[float]
+    groups: list[int]
 
     def __post_init__(self) -> None:
         check_count("length", self.length, least=0)

@@ -4,6 +4,7 @@ working precision. The error is at most s / 2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -77,24 +78,15 @@ class HeldRows(Fields):
         dtype, scale = working_dtype(self.dtype), self.scale.rows[:, :, part]
         return key.to(dtype) * scale[..., :1], value.to(dtype) * scale[..., 1:]
 
-    def join(self, other: HeldRows) -> None:
-        if (self.scale is None) != (other.scale is None):
-            self.append(*(rows.to(self.dtype) for rows in other.read(0, other.count)))
-            return
-        for buffer, more in zip(self.buffers, other.buffers, strict=True):
-            buffer.append(more.rows)
-
-    @staticmethod
-    def checked(tensors: Mapping[str, Tensor], dtype: torch.dtype, root: str) -> HeldRows:
-        """The rows in the tensors of a file; `ValueError` if they are not valid."""
-        key, _ = named_rows(tensors, root)
-        scale, any_shape = tensors.get(f"{root}scale"), (None,) * 4
-        form = Form(any_shape, dtype) if scale is None else Form(any_shape, torch.int8, -LARGEST)
-        forms = {f"{root}key": form, f"{root}value": form}
-        if scale is not None:
-            forms[f"{root}scale"] = Form((*key.shape[:3], 2), working_dtype(dtype), 0)
+    def filled(self, count: int, tensors: Mapping[str, Tensor], root: str) -> HeldRows:
+        """The rows of `count` tokens in a file; `ValueError` unless they are of this form: kernels trust it."""
+        least = {torch.int8: -LARGEST} | ({} if self.scale is None else {self.scale.storage.dtype: 0})
+        forms = {
+            name: Form((*part.shape[:2], count, part.shape[3]), part.dtype, least.get(part.dtype, -math.inf))
+            for name, part in self.tensors(root).items()
+        }
         check(tensors, forms)
-        return HeldRows(dtype, *(Buffer(tensors[name], key.shape[2]) for name in forms))
+        return self.with_tensors(tensors, root)
 
 
 def _stored(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, ...]:
@@ -111,13 +103,3 @@ def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     number = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-LARGEST, LARGEST)
     return number.to(torch.int8), scale
-
-
-def named_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
-    """The keys (B, Hkv, N, D) and values of a file; `ValueError` unless they match each other."""
-    key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
-    if key is None or value is None or any(x.ndim != 4 or 0 in (*x.shape[:2], x.shape[3]) for x in (key, value)):
-        raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")
-    if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype:
-        raise ValueError(f"expected {root}value {tuple(key.shape[:3])} of {key.dtype}, got {tuple(value.shape)}")
-    return key, value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from fewkeys.memory import files
 from fewkeys.memory.checks import Kind, NewTokens, check_query, check_tokens
 from fewkeys.memory.coded import Coded
 from fewkeys.memory.constant import Constant, parts_of
-from fewkeys.memory.groups import Group, checked_gaps, real_tokens
+from fewkeys.memory.groups import Group
 from fewkeys.memory.rows import LeafType, Rules, check_leaves
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans, Drop
@@ -74,14 +73,17 @@ class Stream:
             _memory_class(head_plan)
         check_leaves(leaves, self._plans)
         self._heads: dict[Rules, list[int]] = {}
-        """The key heads of each distinct plan; none where one plan serves all heads."""
+        """The key heads of each distinct plan; one plan serves all heads."""
         for head, head_plan in enumerate(self._plans):
-            heads = self._heads.setdefault(Rules(head_plan, leaves or "model", undo), [])
-            heads += [head] if len(self._plans) > 1 else []
+            self._heads.setdefault(Rules(head_plan, leaves or "model", undo), []).append(head)
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._query_heads: int | None = None
+        self._largest = [0.0, 0.0, 0.0]
+        """The largest magnitudes of queries, keys and values so far."""
         self._processed = 0
+        self._real: Tensor | None = None
+        """(B, P): which of the first P tokens are real; all later ones are."""
         self._pending: NewTokens | None = None
 
     @property
@@ -96,9 +98,8 @@ class Stream:
 
     @property
     def is_padded(self) -> bool:
-        """Whether any token so far is padding."""
-        waiting = None if self._pending is None else self._pending.real
-        return waiting is not None or any(group.gaps for group in self._groups)
+        """Whether any token so far may be padding."""
+        return self._real is not None or (self._pending is not None and self._pending.real is not None)
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
@@ -106,11 +107,11 @@ class Stream:
         Tokens of an earlier `append` without an `attend` are added without queries.
         """
         tokens = check_tokens(key, value, key_mask, self._kind)
-        heads, plans = tokens.kind.heads, len(self._plans)
-        if plans not in (1, heads):
-            raise ValueError(f"plan: expected one plan for each of {heads} key heads, got {plans}")
+        kind, plans = Kind.of(tokens.key, tokens.value), len(self._plans)
+        if plans not in (1, kind.heads):
+            raise ValueError(f"plan: expected one plan for each of {kind.heads} key heads, got {plans}")
         self._flush_pending()
-        self._pending, self._kind = tokens, tokens.kind
+        self._pending, self._kind = tokens, kind
 
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
@@ -134,14 +135,14 @@ class Stream:
 
         Single tokens take less time than by the two calls. An error adds no token.
         """
+        memory = self._groups[0].memory if len(self._groups) == 1 else None
+        if key_mask is None and self._pending is None and isinstance(memory, Coded):
+            q, k, v = (widened(rows) if isinstance(rows, Tensor) else rows for rows in (query, key, value))
+            output = memory.answer(q, k, v, self._scale)
+            if output is not None:
+                self._processed += 1
+                return output.to(query.dtype)
         with self._undone_by_errors():
-            memory = self._groups[0].memory if len(self._groups) == 1 else None
-            if key_mask is None and self._pending is None and isinstance(memory, Coded):
-                q, k, v = (widened(rows) if isinstance(rows, Tensor) else rows for rows in (query, key, value))
-                output = memory.answer(q, k, v, self._scale(memory.kind.dim))
-                if output is not None:
-                    self._processed += 1
-                    return output.to(query.dtype)
             self.append(key, value, key_mask)
             return self.attend(query)
 
@@ -149,9 +150,8 @@ class Stream:
         """The `key_mask` (B, N) of all tokens so far."""
         batch, device = (0, None) if self._kind is None else (self._kind.batch, self._kind.device)
         real = torch.ones(batch, self.length, dtype=torch.bool, device=device)
-        for group in self._groups:
-            for start, stop in group.gaps:
-                real[group.rows, start:stop] = False
+        if self._real is not None:
+            real[:, : self._real.shape[1]] = self._real
         if self._pending is not None and self._pending.real is not None:
             real[:, self._processed :] = self._pending.real
         return real
@@ -168,8 +168,9 @@ class Stream:
             return
         index = index.to(self._kind.device)
         pending = None if self._pending is None else self._pending.select(index, slice(None))
-        self._groups = [part for group in self._groups if (part := group.select(index)) is not None]
-        self._pending, self._kind = pending, self._kind._replace(batch=len(index))
+        groups = [part for group in self._groups if (part := group.select(index)) is not None]
+        real, kind = None if self._real is None else self._real[index], self._kind._replace(batch=len(index))
+        self._groups, self._real, self._pending, self._kind = groups, real, pending, kind
 
     def crop(self, length: int) -> None:
         """Remove the tokens from position `length` on: in a stream of a `KeyScan` any number, else all, or the last
@@ -178,7 +179,12 @@ class Stream:
         self.check_crop(length)
         if length < self.length:
             with self._undone_by_errors():
-                self._groups = [group.crop(length) for group in self._groups]
+                left = [(group, self._tokens(group, length)) for group in self._groups]
+                self._groups = [
+                    replace(group, memory=group.memory.crop(count)) if count else self._empty(group.plan, group.rows)
+                    for group, count in left
+                ]
+                self._real = None if self._real is None or self._real[:, :length].all() else self._real[:, :length]
                 self._processed = length
 
     def check_crop(self, length: int, name: str = "length") -> None:
@@ -188,7 +194,7 @@ class Stream:
         if length < self.length:
             self._flush_pending()
         for group in self._groups:
-            if 0 < real_tokens(group.gaps, length) < group.memory.fewest:
+            if 0 < self._tokens(group, length) < group.memory.fewest:
                 raise ValueError(
                     f"{name}: expected at least {group.memory.fewest} real tokens to stay, since earlier ones are "
                     f"summarised, got {length} after {self.length}; save the stream before tokens that may be removed"
@@ -205,8 +211,6 @@ class Stream:
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
         """The stream that `save` wrote. `ValueError` for a damaged file or another kind of file."""
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
         try:
             ((facts, tensors),) = files.read(path, "stream")
             plans = [Plan.from_dict(plan) for plan in facts.plans]
@@ -218,17 +222,23 @@ class Stream:
             ) from None
 
     def contents(self) -> files.Contents:
-        """What `save` writes. In the file, tokens that wait for their queries are without."""
-        if self._pending is not None:
-            (taken := copy.deepcopy(self))._flush_pending()
-            return taken.contents()
-        facts = {"plans": [plan.to_dict() for plan in self._plans], "scale": self.scale, "leaves": self.leaves}
-        groups = []
-        tensors: dict[str, Tensor] = {}
-        for number, group in enumerate(self._groups):
-            groups.append({"plan": group.plan, "gaps": group.gaps, "held": group.memory.facts()})
-            tensors |= {f"{number}.rows": group.rows} | group.memory.tensors(str(number))
-        return facts | {"length": self.length, "groups": groups}, tensors
+        """What `save` writes, until the stream changes. In the file, tokens that wait for their queries are without."""
+        with self._undone_by_errors(always=True):
+            self._flush_pending()
+            tensors = {} if self._real is None else {"real": self._real}
+            for number, group in enumerate(self._groups):
+                tensors |= {f"{number}.rows": group.rows} | group.memory.tensors(str(number))
+            facts = {
+                "plans": [plan.to_dict() for plan in self._plans],
+                "scale": self.scale,
+                "leaves": self.leaves,
+                "length": self._processed,
+                "sizes": None if self._kind is None else self._kind[:4],
+                "dtype": None if self._kind is None else str(self._kind.dtype).removeprefix("torch."),
+                "largest": self._largest,
+                "groups": [group.plan for group in self._groups],
+            }
+            return facts, tensors
 
     def restore(self, facts: files.Facts, tensors: Mapping[str, Tensor], device: Any) -> Stream:
         """This empty stream with the contents of a file; one of `files.FAULTS` unless they fit its plans."""
@@ -239,73 +249,72 @@ class Stream:
                 f"expected {_named(self._plans, self.leaves, show)}, got {_named(saved, facts.leaves, show)}; give the "
                 "plan and leaves under which the file was saved"
             )
-        left, groups, plans = dict(tensors), [], [*self._heads.items()]
-        for number, group_facts in enumerate(facts.groups):
-            of_group = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
-            rows, gaps = of_group.pop("rows"), checked_gaps(group_facts.gaps, facts.length)
+        device = torch.empty(0, device=device).device
+        left = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._processed, self._largest, self._real = facts.length, facts.largest, left.pop("real", None)
+        if facts.sizes and facts.dtype:
+            self._kind = Kind(*facts.sizes, getattr(torch, facts.dtype), device)
+        if self._real is not None:
+            check({"real": self._real}, {"real": Form((self.batch, None), torch.bool)})
+        for number, plan in enumerate(facts.groups):
+            of_group = files.taken(left, f"{number}.")
+            rows = of_group.pop("rows")
             check({"rows": rows}, {"rows": Form((None,), torch.int64)})
-            rules, heads = plans[group_facts.plan]
-            tokens = real_tokens(gaps, facts.length)
-            memory = _memory_class(rules.plan).restored(rules, tokens, group_facts.held, of_group)
-            kind = memory.kind
-            heads = heads or [*range(kind.heads)]
-            if (kind.batch, kind.heads) != (len(rows), len(heads)):
-                raise ValueError(f"expected {len(rows)} sequences of {len(heads)} heads, got {kind.batch, kind.heads}")
-            groups.append(Group(group_facts.plan, torch.tensor(heads, device=rows.device), rows, gaps, memory))
-        places = [(group.plan, row) for group in groups for row in group.rows.tolist()]
-        batch = len({row for _, row in places})
-        if left or sorted(places) != [(plan, row) for plan in range(len(plans)) for row in range(batch)]:
+            group = self._empty(plan, rows)
+            memory = group.memory.filled(self._tokens(group, facts.length), of_group)
+            self._groups.append(replace(group, memory=memory))
+        places = sorted((group.plan, row) for group in self._groups for row in group.rows.tolist())
+        if left or places != [(plan, row) for plan in range(len(self._heads)) for row in range(self.batch or 0)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
-        all_kinds = (group.memory.kind for group in groups)
-        kinds = {kind._replace(batch=batch, heads=max(kind.heads, len(self._plans))) for kind in all_kinds}
-        if len(kinds) > 1 or (facts.length and not kinds):  # a stream that was cropped to nothing has none
-            raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
-        self._groups, self._processed, self._kind = groups, facts.length, next(iter(kinds), None)
         return self
 
     def _flush_pending(self) -> None:
         if self._pending is not None:
             with self._undone_by_errors():
-                self._extend(None, 0.0, self._pending)
-                self._pending = None
+                tokens, self._pending = self._pending, None
+                self._extend(None, 0.0, tokens)
 
     @contextmanager
-    def _undone_by_errors(self) -> Iterator[None]:
-        """Errors and interrupts inside leave the stream as it was."""
-        before = [*self._groups], self._processed, self._pending, self._kind, self._query_heads
+    def _undone_by_errors(self, always: bool = False) -> Iterator[None]:
+        """Errors and interrupts inside leave the stream as it was; with `always`, everything does."""
+        before = dict(vars(self))
         counts = [(buffer, buffer.count) for group in self._groups for buffer in group.memory.buffers]
+        is_done = False
         try:
             yield
-        except BaseException:
-            self._groups, self._processed, self._pending, self._kind, self._query_heads = before
-            for buffer, count in counts:
-                buffer.count = count
-            raise
+            is_done = not always
+        finally:
+            if not is_done:
+                vars(self).update(before)
+                for buffer, count in counts:
+                    buffer.count = count
 
-    def _scale(self, dim: int) -> float:
-        return dim**-0.5 if self.scale is None else self.scale
+    @property
+    def _scale(self) -> float:
+        return cast("Kind", self._kind).dim ** -0.5 if self.scale is None else self.scale
 
-    def _begin(self, kind: Kind) -> None:
-        rows = torch.arange(kind.batch, device=kind.device)
-        for number, (rules, heads) in enumerate(self._heads.items()):
-            heads = heads or [*range(kind.heads)]
-            key, value = (
-                torch.empty((kind.batch, len(heads), 0, dim), dtype=kind.dtype, device=kind.device)
-                for dim in (kind.dim, kind.value_dim)
-            )
-            memory = _memory_class(rules.plan).begin(rules, key, value)
-            self._groups.append(Group(number, torch.tensor(heads, device=kind.device), rows, (), memory))
+    def _tokens(self, group: Group, length: int) -> int:
+        """How many of the first `length` tokens are real in the group's sequences."""
+        return length if self._real is None else length - int((~self._real[group.rows[0], :length]).sum())
+
+    def _empty(self, number: int, rows: Tensor) -> Group:
+        """The group of the sequences `rows` under plan `number`, without tokens."""
+        (rules, heads), kind = [*self._heads.items()][number], cast("Kind", self._kind)
+        heads = heads if len(self._plans) > 1 else [*range(kind.heads)]
+        memory = _memory_class(rules.plan).begin(rules, kind._replace(batch=len(rows), heads=len(heads)))
+        return Group(number, torch.tensor(heads, device=kind.device), rows, memory)
 
     @full_precision()
     @torch.no_grad()
     def _extend(self, query: Tensor | None, largest: float, new: NewTokens) -> Tensor | None:
         """Add tokens to all memories; the outputs of their queries, if any."""
-        if not self._groups:
-            self._begin(new.kind)
-        key, value, real, (of_key, of_value) = new
-        scale = self._scale(key.shape[3])
-        is_large = needs_rescaling((largest, of_key, of_value), scale, key.shape[3], working_dtype(key.dtype))
-        groups = self._groups if real is None else [part for group in self._groups for part in group.by_padding(real)]
+        key, value, real, of_tokens = new
+        groups = self._groups
+        if not groups:
+            groups = [self._empty(n, torch.arange(len(key), device=key.device)) for n in range(len(self._heads))]
+        groups = [part for group in groups for part in ([group] if real is None else group.by_padding(real))]
+        scale, self._largest = self._scale, [*map(max, self._largest, (largest, *of_tokens))]
+        is_large = needs_rescaling(self._largest, scale, key.shape[3], working_dtype(key.dtype))
         is_alone = len(groups) == 1 and real is None
         ratio = 1 if query is None else query.shape[1] // key.shape[1]
         output = None if query is None or is_alone else value.new_zeros((*query.shape[:3], value.shape[3]))
@@ -320,8 +329,9 @@ class Stream:
             elif output is not None and part is not None:
                 output[of_query] = part
             groups[number] = replace(group, memory=memory)
-        self._groups = groups if real is None else [group.padded(real, self._processed) for group in groups]
-        self._processed += key.shape[2]
+        if real is not None:
+            self._real = torch.cat([self.key_mask(), real], 1)
+        self._groups, self._processed = groups, self._processed + key.shape[2]
         return output
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.summary import Summary
+from fewkeys.past.summary import Summary, moments
 
 
 def scan(
@@ -23,22 +23,25 @@ def scan(
     O((count + E)^2 (D + Dv)) per block and head for E evicted keys.
     """
     x, size = inputs, columns.size
-    no_key = working(x.key[:, :, :0])
-    summary, queries = Summary.empty(count, no_key, working(x.value[:, :, :0])), RunningQueries.empty(no_key)
+    summary = Summary.empty(count, working(torch.cat([x.key[:, :, :0], x.value[:, :, :0]], -1)))
     scaled = working(x.query[:, :, : (columns.blocks - 1) * size].detach()).unflatten(1, (x.kv_heads, -1)) * x.scale
+    squares = scaled.new_zeros((x.batch, x.kv_heads, x.head_dim + 1, x.head_dim + 1))
     summaries = [summary]
-    for step, (key, value, real) in enumerate(_evicted(x, columns)):
+    for step, (rows, real) in enumerate(_evicted(x, columns)):
         part = slice(step * size, (step + 1) * size)
-        queries = queries.add(scaled[:, :, :, part], has_query[:, part])
-        if key.shape[2]:
-            summary = summary.absorb(key, value, real, queries.moments(), tilted=tilted)
+        queries = pad(scaled[:, :, :, part], (0, 1), value=1.0) * has_query[:, None, None, part, None]
+        queries = queries.flatten(2, 3)
+        squares = squares + queries.mT @ queries
+        if rows.shape[2]:
+            summary = summary.absorb(rows, real, moments(squares), tilted=tilted)
         summaries.append(summary)
-    rows, excess, sizes = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
-    return torch.stack(rows, 2), torch.stack(excess, 2), torch.stack(sizes, 2)
+    parts = zip(*((s.rows, s.excess, s.size) for s in summaries), strict=True)
+    rows, excess, sizes = (torch.stack(part, 2) for part in parts)
+    return rows, excess, sizes
 
 
-def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For every block after the first, the keys (B, Hkv, E, D) that leave the lists, their values, and which of them
+def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every block after the first, the keys and values (B, Hkv, E, D + Dv) that leave the lists, and which of them
     are real (B, Hkv, E); the others are zero.
     """
     x = inputs
@@ -52,5 +55,5 @@ def _evicted(inputs: Inputs, columns: Columns) -> Iterator[tuple[Tensor, Tensor,
         # Only as many as this block needs: shapes must not depend on later tokens.
         place = index[:, :, block, :count].unsqueeze(-1)
         real, place = place < x.keys, place.clamp_max(x.keys - 1)
-        key, value = (working(rows.take_along_dim(place, 2)) * real for rows in (x.key, x.value))
-        yield key, value, real.squeeze(-1)
+        rows = torch.cat([part.take_along_dim(place, 2) for part in (x.key, x.value)], -1)
+        yield working(rows) * real, real.squeeze(-1)

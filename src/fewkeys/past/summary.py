@@ -27,73 +27,75 @@ from torch import Tensor
 
 from fewkeys.core.derivatives import constants
 from fewkeys.core.fields import Fields
-from fewkeys.past.running import RunningKeys
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
 
 @dataclass(frozen=True, eq=False)
 class Summary(Fields):
-    """The stand-ins of the keys evicted so far.
+    """The stand-ins of the keys evicted so far, in working precision.
 
     rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at free places; size
-    (B, Hkv, M): the number of keys of each; seen: sums over all evicted keys. Gradients flow through the rows, not
-    through the choice of what is merged and its weights.
+    (B, Hkv, M): the number of keys of each; seen (B, Hkv, 1, D + Dv + 2): the sums of all evicted rows and of |v|^2,
+    and their number. Gradients flow through the rows, not through the choice of what is merged and its weights.
     """
 
     rows: Tensor
     excess: Tensor
     size: Tensor
-    seen: RunningKeys
+    seen: Tensor
 
     @staticmethod
-    def empty(count: int, key: Tensor, value: Tensor) -> Summary:
-        """`count` free places for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
-        head = (*key.shape[:2], count)
+    def empty(count: int, rows: Tensor) -> Summary:
+        """`count` free places for rows (B, Hkv, N, D + Dv)."""
+        batch, heads, _, wide = rows.shape
         return Summary(
-            key.new_zeros((*head, key.shape[-1] + value.shape[-1])),
-            key.new_full(head, -math.inf),
-            key.new_zeros(head),
-            RunningKeys.empty(key, value),
+            rows.new_zeros((batch, heads, count, wide)),
+            rows.new_full((batch, heads, count), -math.inf),
+            rows.new_zeros((batch, heads, count)),
+            rows.new_zeros((batch, heads, 1, wide + 2)),
         )
 
-    @property
-    def count(self) -> int:
-        return self.rows.shape[2]
-
-    @property
-    def key(self) -> Tensor:
-        return self.rows[..., : self.seen.key.shape[-1]]
-
-    @property
-    def value(self) -> Tensor:
-        return self.rows[..., self.seen.key.shape[-1] :]
-
-    def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
-        """The summary with further keys (B, Hkv, E, D) and values. Those not `real` (B, Hkv, E) must be zero.
+    def absorb(self, rows: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
+        """The summary with further rows (B, Hkv, E, D + Dv). Those not `real` (B, Hkv, E) must be zero.
 
         `tilted`: the weights above, for softmax; otherwise t = 0. Cost O((M + E)^2 (D + Dv)) per head.
         """
-        excess = torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf)
+        count, size = self.rows.shape[2], real.to(rows.dtype)
+        square = rows[..., queries.mean.shape[-1] :].square().sum(-1, keepdim=True)
+        seen = torch.cat([rows, square, size.unsqueeze(-1)], -1).detach().sum(2, keepdim=True)
         summary = Summary(
-            torch.cat([self.rows, torch.cat([key, value], -1)], 2),
-            torch.cat([self.excess, excess], 2),
-            torch.cat([self.size, real.to(key.dtype)], 2),
-            self.seen.add(key.detach(), value.detach(), real),
+            torch.cat([self.rows, rows], 2),
+            torch.cat([self.excess, torch.zeros_like(size).masked_fill_(~real, -math.inf)], 2),
+            torch.cat([self.size, size], 2),
+            self.seen + seen,
         )
-        surplus = ((summary.size > 0).sum(-1) - self.count).clamp_min(0)
+        surplus = ((summary.size > 0).sum(-1) - count).clamp_min(0)
         if bool(surplus.any()):
             summary = _joined(summary, surplus, queries, tilted)
-        order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., : self.count]  # free places last
+        order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]  # free places last
         excess, size = (part.gather(-1, order) for part in (summary.excess, summary.size))
         return replace(summary, rows=summary.rows.take_along_dim(order.unsqueeze(-1), 2), excess=excess, size=size)
 
 
+def moments(squares: Tensor) -> QueryMoments:
+    """Mean and second moment, for the sum (B, Hkv, D + 1, D + 1) of `[q, 1]^T [q, 1]` over scaled queries q.
+
+    One query of covariance I / D is added: both are defined before the first query.
+    """
+    dim = squares.shape[-1] - 1
+    count = squares[..., -1:, -1:] + 1
+    prior = torch.eye(dim, dtype=squares.dtype, device=squares.device) / dim
+    return QueryMoments(squares[..., -1:, :-1] / count, (squares[..., :-1, :-1] + prior) / count)
+
+
 def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
     """The summary with `surplus` (B, Hkv) stand-ins of each head merged into others."""
-    place = torch.arange(summary.count, device=surplus.device)
+    places, dim = summary.rows.shape[2], queries.mean.shape[-1]
+    place = torch.arange(places, device=surplus.device)
     with constants():
-        key_mean, value_mean, value_unit = summary.seen.means()
-        mean, dim = torch.cat([key_mean, value_mean], -1), key_mean.shape[-1]
+        mean, square = (summary.seen[..., :-1] / summary.seen[..., -1:].clamp_min(1)).tensor_split([-1], -1)
+        variance = square - mean[..., dim:].square().sum(-1, keepdim=True)
+        value_unit = 1 / variance.clamp_min(torch.finfo(variance.dtype).eps)
 
         def log_weight(centred: Tensor) -> Tensor:
             """`t g` of stand-ins less the mean of all keys and values."""
@@ -117,7 +119,7 @@ def _joined(summary: Summary, surplus: Tensor, queries: QueryMoments, tilted: bo
         joins = least.argsort(dim=-1, stable=True).argsort(-1) < surplus.unsqueeze(-1)
         # The target of a merge may itself be merged into another.
         partner = torch.where(joins, partner, place)
-        for _ in range(summary.count.bit_length()):
+        for _ in range(places.bit_length()):
             partner = partner.gather(-1, partner)
         # Relative to the heaviest of those that are merged.
         part = (mass - mass.gather(-1, partner)).exp().masked_fill_(is_free, 1.0)

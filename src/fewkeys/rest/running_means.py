@@ -1,11 +1,11 @@
 """A fixed number of stand-ins for all keys that a causal plan has evicted."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
@@ -48,11 +48,7 @@ class RunningMeans(CountedRest):
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
-        x, columns = inputs, graph.columns
-        if columns is None or graph.band is not None or graph.rows is not None or graph.full:
-            raise ValueError(
-                "keep: RunningMeans needs the lists of RecentBlocks (and Sinks beside it), got another graph"
-            )
+        x, columns = inputs, cast("Columns", graph.columns)
         real = (torch.arange(x.queries, device=x.query.device) >= x.placeholders).expand(x.batch, -1)
         if x.valid_queries is not None:
             real = real & x.valid_queries

@@ -47,7 +47,7 @@ class KeyScan(CountedSelector):
         return Remembered(scan=self.count)
 
     def covers(self, inputs: Inputs) -> bool:
-        return self.count >= _before(inputs, inputs.queries - 1)
+        return self.count >= _before_last(inputs)
 
     def work(self, inputs: Inputs) -> Work:
         x, wide = inputs, width(inputs.head_dim)
@@ -65,8 +65,10 @@ def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
     return encode(key, frame)
 
 
-def _before(inputs: Inputs, query: int) -> int:
-    return min(inputs.keys, (inputs.offset + query) // BLOCK * BLOCK) if inputs.is_causal else inputs.keys
+def _before_last(inputs: Inputs) -> int:
+    """How many keys the last query scans."""
+    x = inputs
+    return min(x.keys, (x.offset + x.queries - 1) // BLOCK * BLOCK) if x.is_causal else x.keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +84,12 @@ class Scanned:
     def seen(self) -> Tensor:
         """(Nq,): how many keys stand before each query's own block; all, without causality."""
         x = self.inputs
-        first, last = _before(x, 0), _before(x, x.queries - 1)
-        if first == last:
-            return torch.full((x.queries,), first, device=x.query.device)
         position = torch.arange(x.offset, x.offset + x.queries, device=x.query.device)
-        return position.bitwise_and_(-BLOCK).clamp_max_(x.keys)
+        return position.bitwise_and_(-BLOCK).clamp_max_(x.keys) if x.is_causal else position.fill_(x.keys)
 
     @cached_property
     def most(self) -> int:
-        return min(self.count, _before(self.inputs, self.inputs.queries - 1))
+        return min(self.count, _before_last(self.inputs))
 
     @cached_property
     def index(self) -> Tensor:
