@@ -6,7 +6,6 @@ tuned.json, tuned.png and tuned.pdf. Run the same command again to continue afte
 
 import argparse
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
         seen, held_out = sequences[:-count].split(size), sequences[-count:].split(size)
         step(0, 1, "exact attention of every layer")
-        captured = replace(capture(model, seen, gradients=arguments.gradients), model_name=opened.name)
+        captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
         options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
         with inputs.named_as_options(memory="--memory"):
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         rows: dict[str, Any] = standard_plans(paid, is_causal=captured.is_causal, length=arguments.length)
         options = {"model": model, "batches": held_out, "seed": arguments.seed}
         report = compare(capture(model, held_out), {paid: {"tuned": plan, **rows}}, **options, progress=step)
-    report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
+    report = report.with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
     from fewkeys.report.figure import save_tuned
 
