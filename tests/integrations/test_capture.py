@@ -228,7 +228,7 @@ def test_half_a_capture_is_not_a_capture(tmp_path):
     writer = CaptureWriter(tmp_path, "half")
     one = torch.ones(1, 1, 2, 2)
     writer.write(AttentionInputs(one, one, one, 0.5, False))
-    with pytest.raises(ValueError, match=r"a whole capture, got .* without capture\.json"):
+    with pytest.raises(ValueError, match=r"a capture with capture\.json, got .* without"):
         Capture.load(tmp_path)
     with pytest.raises(ValueError, match="new or empty folder"):
         capture(bert(), [tokens()], tmp_path)
@@ -250,7 +250,7 @@ def test_folders_that_are_not_free(tmp_path):
     assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work"
     with pytest.raises(FileExistsError, match="thesis"):
         capture(bert(), [tokens()], tmp_path / "b" / "thesis.txt")
-    with pytest.raises(ValueError, match="a whole capture"):
+    with pytest.raises(ValueError, match="a capture with"):
         Capture.load(tmp_path / "c")
 
 

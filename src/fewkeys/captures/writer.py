@@ -39,9 +39,7 @@ class CaptureWriter:
         self._created = [x for x in folders if not x.exists()] if directory is not None else folders[:1]
         self.directory.mkdir(parents=True, exist_ok=True)
         if any(self.directory.iterdir()):
-            raise ValueError(
-                f"directory: expected a new or empty folder, got {self.directory} with files; name another"
-            )
+            raise ValueError(f"directory: expected a new or empty folder, got {self.directory}, which has files")
 
     def write(self, inputs: AttentionInputs) -> None:
         query, key, value = inputs.query, inputs.key, inputs.value
