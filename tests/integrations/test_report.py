@@ -307,7 +307,7 @@ def test_the_headline_at_one_length():
         "times as fast at 64 tokens."
     )
     control = report([row(), row("random keys", slots=16.0, error=0.0)])
-    assert "up to 64 tokens. window is not faster" in headline(control)
+    assert "up to 64 tokens. window with 16 slots is not faster" in headline(control)
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
     slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
     assert "window is not faster there" in headline(slow)
