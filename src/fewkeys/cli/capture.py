@@ -19,7 +19,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--out: expected a new or empty folder, got {arguments.out} with files; name another one")
     with progress() as step:
         captured, _ = inputs.read(arguments, step, arguments.out)
-    facts = {"model": captured.model_name, "directory": str(arguments.out)}
-    facts |= {"layers": captured.layers, "sequences": captured.sequences}
-    stored = "Stored {layers} layers, {sequences} sequences of {model} in {directory}".format(**facts)
-    deliver(arguments, facts, lambda: print(stored))
+    model, out, layers, sequences = captured.model_name, arguments.out, captured.layers, captured.sequences
+    facts = {"model": model, "directory": str(out), "layers": layers, "sequences": sequences}
+    deliver(arguments, facts, lambda: print(f"Stored {layers} layers, {sequences} sequences of {model} in {out}"))

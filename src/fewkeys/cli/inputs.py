@@ -37,9 +37,9 @@ EXTRAS = {
 class Opened(NamedTuple):
     """A model, batches of token ids, and the names of the files. A stored capture has none of them."""
 
-    model: Any = None
-    batches: Sequence[Tensor] = ()
-    files: Sequence[str] = ()
+    model: Any
+    batches: list[Tensor]
+    files: list[str]
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
@@ -109,7 +109,7 @@ def read(
         from fewkeys.captures.capture import Capture
 
         with named_as_options(directory="--capture"):
-            return Capture.load(folder), Opened()
+            return Capture.load(folder), Opened(None, [], [])
     opened = open_model(arguments, step, tokens)
     from fewkeys.core.weights import Entmax
     from fewkeys.integrations.transformers import capture
