@@ -228,9 +228,9 @@ def test_half_a_capture_is_not_a_capture(tmp_path):
     writer = CaptureWriter(tmp_path, "half")
     one = torch.ones(1, 1, 2, 2)
     writer.write(AttentionInputs(one, one, one, 0.5, False))
-    with pytest.raises(ValueError, match="half-written capture; delete it"):
+    with pytest.raises(ValueError, match=r"a capture with capture\.json, got .* without"):
         Capture.load(tmp_path)
-    with pytest.raises(ValueError, match="half-written capture; delete it"):
+    with pytest.raises(ValueError, match="new or empty folder"):
         capture(bert(), [tokens()], tmp_path)
     with pytest.raises(ValueError, match="at least one whole batch"):
         writer.finish()
@@ -240,21 +240,18 @@ def test_half_a_capture_is_not_a_capture(tmp_path):
 def test_folders_that_are_not_free(tmp_path):
     taken = capture(bert(), [tokens()], tmp_path / "a")
     before = sorted(taken.directory.iterdir())
-    with pytest.raises(ValueError, match="already holds a capture"):
+    with pytest.raises(ValueError, match="new or empty folder"):
         capture(bert(), [tokens()], tmp_path / "a")
     assert sorted(taken.directory.iterdir()) == before
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="holds other files"):
+    with pytest.raises(ValueError, match="new or empty folder"):
         capture(bert(), [tokens()], tmp_path / "b")
     assert (tmp_path / "b" / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(FileExistsError, match="thesis"):
         capture(bert(), [tokens()], tmp_path / "b" / "thesis.txt")
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="a capture with"):
         Capture.load(tmp_path / "c")
-    (tmp_path / "d").mkdir()
-    with pytest.raises(ValueError, match="is empty"):
-        Capture.load(tmp_path / "d")
 
 
 def test_damage_is_told(tmp_path):
@@ -268,9 +265,8 @@ def test_damage_is_told(tmp_path):
     with pytest.raises(ValueError, match="expected an object with a checksum"):
         Capture.load(tmp_path)
     for change, said in (
-        ({"format_version": 99}, "format version 99"),
+        ({"format_version": 99}, "another version .format_version: expected"),
         ({"is_causal": "yes"}, "is_causal: expected bool"),
-        ({"files": {"other": ""}}, "lacks other"),
     ):
         index.write_text(json.dumps(seal(record | change)))
         with pytest.raises(ValueError, match=said):

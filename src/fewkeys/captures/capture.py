@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from fewkeys.core.records import build, digest, parse, unseal
 from fewkeys.core.tensor_files import fingerprint, loaded
 from fewkeys.core.validation import Options, check_inputs
 
-FORMAT_VERSION = 2
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
 
@@ -99,7 +98,7 @@ class Facts:
         files: the fingerprint of each file of tensors, checked at the first read.
     """
 
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[2] = 2
     model_name: str
     layers: int
     query_heads: int
@@ -199,36 +198,17 @@ class Capture(Facts):
         """Open a finished capture. Raises `ValueError` if `directory` holds none, or an unfinished one."""
         folder = Path(directory)
         if not (index := folder / INDEX).is_file():
-            raise ValueError(f"directory: expected a capture with {INDEX}, {what_is_in(folder)}")
+            raise ValueError(f"directory: expected a capture with {INDEX}, got {folder} without; capture first")
         try:
-            data = unseal(parse(index.read_bytes()), required=True)
-            if (version := data.get("format_version")) != FORMAT_VERSION:
-                raise ValueError(f"format version {version!r}, this package reads {FORMAT_VERSION}")
-            facts = build(Facts, data)
+            facts = build(Facts, unseal(parse(index.read_bytes()), required=True))
         except ValueError as error:
-            raise ValueError(f"directory: {index} is damaged ({error}); capture again") from None
-        for name in facts.files:
-            if not (folder / name).is_file():
-                raise ValueError(f"directory: {folder} lacks {name}, which {INDEX} promises; capture again")
+            raise ValueError(f"directory: {index} is damaged or of another version ({error}); capture again") from None
         return cls(directory=folder, **vars(facts))
 
 
 def file_name(kind: str, layer: int, batch: int) -> str:
     """The file of a call's inputs ("layer") or of its gradient ("gradient")."""
     return f"{kind}{layer:03d}-batch{batch:05d}.safetensors"
-
-
-def what_is_in(folder: Path) -> str:
-    """The end of an error message: what is in `folder`, and the fix."""
-    if not folder.is_dir():
-        return f"{folder} is not a folder; make the capture first"
-    if (folder / INDEX).exists():
-        return f"{folder} already holds a capture; delete it or name another folder"
-    if any(folder.glob("layer*-batch*.safetensors")):
-        return f"{folder} holds a half-written capture; delete it and capture again"
-    if any(folder.iterdir()):
-        return f"{folder} holds other files; name another folder"
-    return f"{folder} is empty; make the capture first"
 
 
 def check_capture(capture: object) -> None:

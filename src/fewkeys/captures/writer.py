@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fewkeys.captures.capture import INDEX, PROJECTIONS, AttentionInputs, Capture, Facts, file_name, what_is_in
+from fewkeys.captures.capture import INDEX, PROJECTIONS, AttentionInputs, Capture, Facts, file_name
 from fewkeys.core.files import write_json
 from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import fingerprint, plain
@@ -37,11 +37,9 @@ class CaptureWriter:
         self._removal = _Removal(self.directory) if directory is None else None
         folders = [self.directory, *self.directory.parents]
         self._created = [x for x in folders if not x.exists()] if directory is not None else folders[:1]
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
         self.directory.mkdir(parents=True, exist_ok=True)
         if any(self.directory.iterdir()):
-            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
+            raise ValueError(f"directory: expected a new or empty folder, got {self.directory}, which has files")
 
     def write(self, inputs: AttentionInputs) -> None:
         query, key, value = inputs.query, inputs.key, inputs.value

@@ -1,18 +1,16 @@
 """The command `fewkeys`: which approximation of attention to use on a model, and at which budget.
 
 Results go to stdout; progress and errors to stderr. Exit codes: 0 done, 2 bad input (one line says what and how to mend
-it), 130 interrupted, 143 terminated. Files appear complete or not at all.
+it), 130 interrupted, 143 terminated. Each file appears complete or not at all.
 """
 
 import argparse
 import io
-import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
 from fewkeys.core.version import VERSION
@@ -33,45 +31,26 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
 
-    _words: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = sys.argv[1:] if args is None else args
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
-
     def error(self, message: str) -> NoReturn:
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
-            if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
-                message = f"unknown option {name}; did you mean {near[0]}?"
-                break
         raise ValueError(f"{message} (try {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    outcome = "nothing was written"
+    kept = None
     sys.stderr = sys.stderr or io.StringIO()  # closed, as by `2>&-`: notes must not go to stdout
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without rules of tables, or without names of files
     try:
-        _end_in_order_on_sigterm()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _exit)
         arguments = parser().parse_args(argv)
-        if kept := getattr(arguments, "kept", None):  # what an interruption leaves
-            outcome = f"{kept} are kept, the same command goes on from there"
+        kept = getattr(arguments, "kept", None)
         arguments.run(arguments)
-    except _Terminated:
-        print(f"fewkeys: terminated; {outcome}", file=sys.stderr)
-        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print(f"fewkeys: interrupted; {outcome}", file=sys.stderr)
+        goes_on = f"; {kept} are kept, the same command goes on from there" if kept else ""
+        print(f"fewkeys: interrupted{goes_on}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of stderr has closed it: nobody sees progress or a message
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        return 2
     except (OSError, ValueError, ImportError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename:
@@ -81,21 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # torch's own
             raise
-        print(f"fewkeys: error: expected more memory; give shorter texts, or ask for less; {outcome}", file=sys.stderr)
+        print("fewkeys: error: expected more memory; give shorter texts, or ask for less", file=sys.stderr)
         return 2
     return 0
 
 
-class _Terminated(BaseException):
-    """Raised on SIGTERM, so that temporary captures and unfinished folders are removed before the exit."""
-
-
-def _end_in_order_on_sigterm() -> None:
-    def end(number: int, frame: object) -> NoReturn:
-        raise _Terminated
-
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, end)
+def _exit(number: int, frame: object) -> NoReturn:
+    """On SIGTERM: an exception, so that temporary captures are removed and finished work is kept."""
+    sys.exit(128 + number)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Measure approximations of attention on a model and a text: the error of the attention output, the effect on the
 output of the whole model (not with --capture), and the time beside that of exact attention. Prints a table. --out also
-writes report.html (a page for the browser), results.json (all figures, and the keys that a few queries keep),
-pareto.png and pareto.pdf. With --demo, the defaults are --out out/demo and --lengths 512,1024,2048,4096.
+writes report.html (a page for the browser), results.json (all figures), pareto.png and pareto.pdf. With --demo, the
+defaults are --out out/demo and --lengths 512,1024,2048,4096.
 """
 
 import argparse
@@ -43,8 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
     inputs.prepare(arguments, *(["matplotlib"] if arguments.out else []))
     user_plans = {printable(folder.absolute().name): inputs.open_plan(folder) for folder in arguments.plan}
-    if len(user_plans) < len(arguments.plan):
-        raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
+    from fewkeys.judge.standard import OURS, standard_plans
+
+    if len({**user_plans, **standard_plans(1)}) < len(arguments.plan) + len(standard_plans(1)):
+        got = ", ".join(map(str, arguments.plan))
+        raise ValueError(f"--plan: expected names that differ, also from the standard rows, got {got}; rename one")
     with progress() as step:
         captured, opened = inputs.read(arguments, step)
 
@@ -52,14 +55,11 @@ def run(arguments: argparse.Namespace) -> None:
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.effect import time_model
         from fewkeys.judge.result import WholeTime
-        from fewkeys.judge.standard import OURS, standard_plans
 
         causal, length = captured.is_causal, captured.longest
         plans: dict[int | None, Any] = {
             slots: standard_plans(slots, is_causal=causal, length=length) for slots in arguments.slots
         }
-        if taken := user_plans.keys() & plans[arguments.slots[0]].keys():
-            raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
         if user_plans:
             plans[None] = user_plans
         whole = {"model": opened.model, "batches": opened.batches or None}
@@ -75,8 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
             timings = time_model(opened.model, timed_plans, length, seconds=SECONDS)
             times += [WholeTime(row.name, row.budget, length, *ms) for row, ms in zip(timed, timings, strict=True)]
         disturbed = bool(lengths) and watch.is_disturbed
-    sample = None if report.sample is None else replace(report.sample, tokens=opened.tokens)
-    report = replace(report, whole_times=times, sample=sample).with_settings(text=opened.files, disturbed=disturbed)
+    report = replace(report, whole_times=times).with_settings(text=opened.files, disturbed=disturbed)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 

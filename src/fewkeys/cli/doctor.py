@@ -57,21 +57,10 @@ def _show(facts: dict[str, Any]) -> None:
     from fewkeys.core.clock import in_words
     from fewkeys.report.table import show
 
-    installed = ", ".join(extra for extra, is_installed in facts["extras"].items() if is_installed)
-    missing = ",".join(extra for extra, is_installed in facts["extras"].items() if not is_installed)
-    machine = facts["machine"]
-    lines = {
-        "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-        "processor": f"{machine['cpu']}, {machine['cores']} cores, threads in use: {machine['threads']}",
-        "instructions": f"{machine['instructions']} (as torch has it)",
-        "kernels": machine["kernels"],
-        "library": facts["library"],
-        "gpu": machine["gpu"] or "none that torch finds",
-        "cache": facts["cache"],
-        "extras": installed + (f"; not installed: pip install 'fewkeys[{missing}]'" if missing else ""),
-    }
+    lines = facts["versions"] | facts["machine"] | {name: facts[name] for name in ("library", "cache")}
+    lines["extras"] = ", ".join(extra for extra, is_installed in facts["extras"].items() if is_installed)
     for name, line in lines.items():
-        print(f"{name:13}{line}")
+        print(f"{name:14}{line}")
 
     def cells(row: dict[str, Any]) -> dict[str, str]:
         exact, plan = (in_words(row[kind]) if row[kind] else "-" for kind in ("exact_ms", "plan_ms"))

@@ -8,12 +8,13 @@ vector. Run the same command again to continue after an interruption.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.documents import Document, read_documents
@@ -68,65 +69,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kept="finished texts")
 
 
-class Passes(NamedTuple):
-    """A text, the characters of each pass over it (none: it is left out), and its number of tokens."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    tokens: int
-
-    def without(self, rows: Mapping[str, TextRows], key: str) -> Passes:
-        """The passes that have no rows."""
-        return self._replace(spans=[span for span in self.spans if _part(key, span) not in rows])
-
-
-def _part(key: str, span: tuple[int, int]) -> str:
-    """The key of the rows of one pass over the text of this digest."""
-    return f"{key} {span[0]} {span[1]}"
-
-
 def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")
     documents, skipped = read_documents(arguments.texts)
 
-    from fewkeys.cli.vectors import FinishedTexts, TextRows, columns, save
+    from fewkeys.cli.vectors import FinishedPasses, columns, key_of, save
     from fewkeys.integrations import embed
 
     inputs.set_threads(arguments)
-    start = monotonic()
+    work, start = out.parent / f".{out.name}.embedding", monotonic()
     with progress() as step:
         encoder, plan, settings = _opened(arguments, step)
         passes, left_out = _passes(documents, encoder, settings, step)
-        finished = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
-        left = {key: text.without(finished.rows, key) for key, text in passes.items()}
-        unfinished = {key: text for key, text in left.items() if text.spans}
+        texts = {key_of(text): text for parts in passes.values() for _, text in parts}
+        finished = FinishedPasses(work, settings)
+        left = {key: text for key, text in texts.items() if key not in finished.rows}
         of_plan = "--model" if arguments.plan is None else "--plan"
         try:
             with inputs.named_as_options(compile="--compile", plan=of_plan, chunks="--chunk", is_causal=of_plan):
                 if arguments.compile:
                     embed.compile_model(encoder)
-                for part, part_rows in _embedded(encoder, plan, unfinished, settings, step):
-                    finished.add(part, part_rows)
+                for key, rows in _embedded(encoder, plan, left, settings, step):
+                    finished.add(key, rows)
         finally:
             finished.write()
-    rows = {
-        document.name: TextRows.joined(finished.rows[_part(document.key, span)] for span in passes[document.key].spans)
-        for document in documents
-        if document.name not in left_out
-    }
-    table = columns(rows)
-    save(out, table, settings)
-    finished.remove()
+    table = columns(passes, finished.rows)
+    save(work / out.name, table, settings)
+    (work / out.name).replace(out)
+    shutil.rmtree(work, ignore_errors=True)
 
-    facts = settings | {"seconds": monotonic() - start, "resumed": len(passes) - len(unfinished)}
-    facts |= {"out": str(out), "texts": len(rows), "vectors": list(table["vectors"].shape)}
+    facts = settings | {"seconds": monotonic() - start, "resumed": len(texts) - len(left)}
+    facts |= {"out": str(out), "texts": len(passes), "vectors": list(table["vectors"].shape)}
     facts |= {"tokens": int(table["tokens"].sum()), "error": float(table["error"].mean())}
     facts["skipped"] = skipped | left_out
-    if arguments.json:
-        lists = {"path": table["path"], **{name: table[name].tolist() for name in ("start", "stop", "tokens", "error")}}
-        facts["rows"] = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     deliver(arguments, facts, lambda: _show(facts, table))
 
 
@@ -185,71 +162,68 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 
 
 def _passes(
-    documents: list[Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
-) -> tuple[dict[str, Passes], dict[str, str]]:
-    """The texts by digest, and the files that are left out, with reasons. `ValueError` if a text is refused, or none is
-    left.
+    documents: dict[str, Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
+) -> tuple[dict[str, list[tuple[int, str]]], dict[str, str]]:
+    """The parts of each text that the model reads in one pass, with their first characters; and the files that are left
+    out, with reasons. `ValueError` if a text is refused, or none is left.
     """
     from fewkeys.integrations import embed
 
     most, longer, prompt = (settings[name] for name in ("max_tokens", "longer", "prompt"))
-    texts: dict[str, Passes] = {}
-    for done, document in enumerate(documents):
+    passes: dict[str, list[tuple[int, str]]] = {}
+    left_out: dict[str, str] = {}
+    too_long: dict[str, int] = {}
+    for done, (name, (text, is_named)) in enumerate(documents.items()):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
-        if document.key in texts:
-            continue
-        with inputs.named_as_options(text=document.name):
+        with inputs.named_as_options(**{"text": name, "encoder.max_seq_length": "--max-tokens"}):
             try:
-                tokens = len(embed.read_tokens(encoder, prompt, document.text).ids)
+                tokens = len(embed.read_tokens(encoder, prompt, text).ids)
             except embed.NoTokenError:
-                if document.is_named:
+                if is_named:
                     raise
-                tokens = 0
-        spans = [(0, len(document.text))] if tokens else []
-        if most is not None and tokens > most:
-            with inputs.named_as_options(**{"encoder.max_seq_length": "--max-tokens"}):
-                spans = embed.split(encoder, document.text, prompt=prompt) if longer == "split" else []
-        texts[document.key] = Passes(document.text, spans, tokens)
-    left_out = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
-    too_long = {name: tokens for name, tokens in left_out.items() if tokens}
+                left_out[name] = "makes no token"
+                continue
+            spans = [(0, len(text))]
+            if most is not None and tokens > most:
+                if longer != "split":
+                    too_long[name] = tokens
+                    continue
+                spans = embed.split(encoder, text, prompt=prompt)
+        passes[name] = [(first, text[first:last]) for first, last in spans]
     if too_long and longer == "refuse":
         name = max(too_long, key=too_long.__getitem__)
-        others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
         raise ValueError(
-            f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}{others}; "
-            "use --longer split or --longer skip, or raise --max-tokens where the model has more positions"
+            f"{name}: expected at most {most} tokens, which is one pass of this model, got {too_long[name]:,}, the "
+            f"longest of {_counted(len(too_long), 'such text')}; use --longer split or --longer skip, or raise "
+            "--max-tokens where the model has more positions"
         )
-    if len(left_out) == len(documents):
-        what = f"of at most {most} tokens" if too_long else "that makes a token"
-        fix = f"{len(too_long)} that are longer; use --longer split" if too_long else "none; name other files"
-        raise ValueError(f"FILE_OR_FOLDER: expected at least one text {what}, got {fix}")
-    long = f"tokens, more than one pass of {most}"
-    reasons = {name: f"has {tokens:,} {long}" if tokens else "makes no token" for name, tokens in left_out.items()}
-    return {key: text for key, text in texts.items() if text.spans}, reasons
+    left_out |= {name: f"has {tokens:,} tokens, more than one pass of {most}" for name, tokens in too_long.items()}
+    if not passes:
+        name, reason = next(iter(left_out.items()))
+        raise ValueError(f"FILE_OR_FOLDER: expected at least one text to embed, got none: {name} {reason}")
+    return passes, left_out
 
 
 def _embedded(
-    encoder: SentenceTransformer, plan: Plan | ModelPlan, texts: dict[str, Passes], settings: dict[str, Any], step: Step
+    encoder: SentenceTransformer, plan: Plan | ModelPlan, texts: dict[str, str], settings: dict[str, Any], step: Step
 ) -> Iterator[tuple[str, TextRows]]:
-    """The rows of every pass."""
+    """The rows of every text, by its key: a pass over each."""
     import torch
 
     from fewkeys.cli.vectors import TextRows
     from fewkeys.integrations import embed
     from fewkeys.integrations.transformers import apply
 
-    total, done = sum(text.tokens for text in texts.values()), 0
+    total, done = sum(map(len, texts.values())), 0
     with apply(encoder, plan, max_error=embed.WATCH) as applied:
         for key, text in texts.items():
-            for number, (first, last) in enumerate(text.spans):
-                so_far = done + text.tokens * number // len(text.spans)
-                step(so_far, total, f"embedding {_counted(len(texts), 'text')}, {10 * (10 * so_far // total)} % done")
-                before = applied.fallbacks
-                chunks = embed.late_chunks(encoder, text.text[first:last], settings["chunk"], prompt=settings["prompt"])
-                tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans) + first
-                error = torch.full_like(tokens, embed.estimated(before, applied.fallbacks), dtype=torch.float64)
-                yield _part(key, (first, last)), TextRows(chunks.vectors.float().cpu(), spans, tokens, error)
-            done += text.tokens
+            step(done, total, f"embedding {_counted(len(texts), 'text')}, {10 * (10 * done // total)} % done")
+            before = applied.fallbacks
+            chunks = embed.late_chunks(encoder, text, settings["chunk"], prompt=settings["prompt"])
+            tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans)
+            error = torch.full_like(tokens, embed.estimated(before, applied.fallbacks), dtype=torch.float64)
+            yield key, TextRows(chunks.vectors.float().cpu(), spans, tokens, error)
+            done += len(text)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
 
     title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
-    last = "sparsefinder.json"  # it names the tensors
-    deliver(arguments, report, lambda: _print_table(rows, title), "fit.json", finder.save_pretrained, last)
+    deliver(arguments, report, lambda: _print_table(rows, title), "fit.json", finder.save_pretrained)
     shutil.rmtree(work, ignore_errors=True)
 
 

@@ -8,16 +8,14 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fewkeys.demo as demo
 from fewkeys.cli.files import check_folder, printable
 from fewkeys.cli.progress import Step
-from fewkeys.core.files import folder_of, read_json
-from fewkeys.core.records import build
+from fewkeys.core.files import folder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,31 +32,14 @@ EXTRAS = {
     demo.PACKAGE: "demo",
 }
 """The extra that installs a module."""
-INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
-"""The extras within an extra."""
-OPENED = "opened.json"
-"""The file beside a capture with a `FirstSequence`."""
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model, its name, batches of token ids, the names of the files, and the tokens of the first sequence. A stored
-    capture has no model, batches or files.
-    """
+class Opened(NamedTuple):
+    """A model, batches of token ids, and the names of the files. A stored capture has none of them."""
 
     model: Any
-    name: str
     batches: list[Tensor]
     files: list[str]
-    tokens: list[str]
-
-
-@dataclass(frozen=True)
-class FirstSequence:
-    """The tokens of the first sequence of a capture, and the name of its model."""
-
-    model: str = ""
-    tokens: list[str] = field(default_factory=list)
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
@@ -79,12 +60,9 @@ def set_threads(arguments: argparse.Namespace) -> None:
 
 def need(*modules: str) -> None:
     """Raise `ValueError` with the extras to install if modules are missing."""
-    missing = sorted({name for name in modules if find_spec(name) is None})
-    if not missing:
-        return
-    extras = {EXTRAS[name] for name in missing}
-    extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
-    raise ValueError(f"not installed: {', '.join(missing)}; pip install 'fewkeys[{','.join(sorted(extras))}]'")
+    if missing := sorted({name for name in modules if find_spec(name) is None}):
+        extras = ",".join(sorted({EXTRAS[name] for name in missing}))
+        raise ValueError(f"not installed: {', '.join(missing)}; pip install 'fewkeys[{extras}]'")
 
 
 def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = None) -> Opened:
@@ -112,9 +90,8 @@ def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = N
     if count < sequences:
         note = f"the text holds {count} of {sequences} sequences of {length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
-    first = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
-    names = ["stdin" if str(path) == "-" else printable(path.name) for path in files]
-    return Opened(model, printable(name), batches, names, first)
+    model.config.name_or_path = printable(name)
+    return Opened(model, batches, ["stdin" if str(path) == "-" else printable(path.name) for path in files])
 
 
 def read(
@@ -126,29 +103,20 @@ def read(
     tokens: int | None = None,
 ) -> tuple[Capture, Opened]:
     """The capture that --capture names, else a new one. alpha: of the model's entmax, None for softmax."""
-    if getattr(arguments, "capture", None) is None:
-        opened = open_model(arguments, step, tokens)
-        from fewkeys.core.weights import Entmax
-        from fewkeys.integrations.transformers import capture
-
-        weights, kind = (None, "exact") if alpha is None else (Entmax(alpha), "entmax")
-        step(0, 1, f"{kind} attention of every layer")
-        captured = capture(opened.model, opened.batches, directory, weights=weights)
-    else:
+    if (folder := getattr(arguments, "capture", None)) is not None:
         if arguments.text:
             raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
         from fewkeys.captures.capture import Capture
 
         with named_as_options(directory="--capture"):
-            captured = Capture.load(arguments.capture)
-        first, path = FirstSequence(), arguments.capture / OPENED
-        if path.is_file():
-            try:
-                first = build(FirstSequence, read_json(arguments.capture, OPENED))
-            except ValueError as error:
-                raise ValueError(f"--capture: {path} is damaged ({error}); delete it or capture again") from error
-        opened = Opened(None, first.model or captured.model_name, [], [], first.tokens)
-    return replace(captured, model_name=opened.name), opened
+            return Capture.load(folder), Opened(None, [], [])
+    opened = open_model(arguments, step, tokens)
+    from fewkeys.core.weights import Entmax
+    from fewkeys.integrations.transformers import capture
+
+    weights, kind = (None, "exact") if alpha is None else (Entmax(alpha), "entmax")
+    step(0, 1, f"{kind} attention of every layer")
+    return capture(opened.model, opened.batches, directory, weights=weights), opened
 
 
 def open_plan(folder: Path, option: str = "--plan") -> Plan | ModelPlan:
@@ -175,14 +143,13 @@ def _read_texts(paths: Sequence[Path]) -> list[str]:
     texts = []
     for path in paths:
         try:
-            data = path.read_bytes() if str(path) != "-" else sys.stdin.buffer.read() if sys.stdin else b""
+            data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"--text: expected gzip in {path}, got a damaged file ({error})") from error
-        except OSError as error:
-            raise ValueError(f"--text: expected a text file, got {path} ({error.strerror})") from error
+        except (OSError, EOFError, zlib.error) as error:  # the last two of damaged gzip
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"--text: expected a text file, plain or gzip, got {path} ({reason})") from error
     if not any(text.strip() for text in texts):
         raise ValueError(f"--text: expected some text, got only empty files: {', '.join(map(str, paths))}")
     return texts

@@ -1,13 +1,11 @@
 """Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. The
 table compares the tuned plan, on held-out text, with the rows of fewkeys compare: fewkeys.budget, other methods,
-controls, and oracles, which compute all scores. Writes model_plan.json (read by fewkeys.ModelPlan.from_pretrained),
-tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an interruption.
+controls, and oracles, which compute all scores. Writes model_plan.json (read by fewkeys.ModelPlan.from_pretrained) and
+tuned.json. Run the same command again to continue after an interruption.
 """
 
 import argparse
 import shutil
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
@@ -38,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    inputs.prepare(arguments, "matplotlib")
+    inputs.prepare(arguments)
     if arguments.slots is not None and arguments.slots >= arguments.length:
         raise ValueError(
             f"--slots: expected fewer than the {arguments.length} tokens of a sequence (--length), got "
@@ -64,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
         seen, held_out = sequences[:-count].split(size), sequences[-count:].split(size)
         step(0, 1, "exact attention of every layer")
-        captured = replace(capture(model, seen, gradients=arguments.gradients), model_name=opened.name)
+        captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
         options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
         with inputs.named_as_options(memory="--memory"):
@@ -73,18 +71,13 @@ def run(arguments: argparse.Namespace) -> None:
         rows: dict[str, Any] = standard_plans(paid, is_causal=captured.is_causal, length=arguments.length)
         options = {"model": model, "batches": held_out, "seed": arguments.seed}
         report = compare(capture(model, held_out), {paid: {"tuned": plan, **rows}}, **options, progress=step)
-    report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
+    report = report.with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
-    from fewkeys.report.figure import save_tuned
 
     def show() -> None:
         print_table(report)
         error, of_budget = (report.row(name).error for name in ("tuned", OURS))
         print(f"\nHeld-out error: tuned {error:.3f}, fewkeys.budget({paid}) {of_budget:.3f}.")
 
-    def fill(folder: Path) -> None:
-        plan.save_pretrained(folder)
-        save_tuned(plan, report, folder / "tuned.png")
-
-    deliver(arguments, report.to_json(), show, "tuned.json", fill)
+    deliver(arguments, report.to_json(), show, "tuned.json", plan.save_pretrained)
     shutil.rmtree(work, ignore_errors=True)

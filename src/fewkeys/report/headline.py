@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.result import Report, Row, WholeTime
 from fewkeys.judge.standard import CONTROLS, OURS
 
 SMALL_ERROR = 0.1
@@ -18,9 +18,21 @@ def headline(report: Report) -> str:
     row = recommended(report)
     if row is None:
         return "No method stayed within its budget."
-    if not report.whole_times:
-        return _of_one_length(report, row)
-    return _of_lengths(report, row) + (DISTURBED if report.settings.get("disturbed") else "")
+    own = WholeTime(row.name, row.budget, report.length, 1, row.ms, row.exact_ms)
+    times, name = report.times_of(row) or [own], _name(row)
+    first, last = times[0], times[-1]
+    percent = f"{100 * row.error:.{0 if row.error >= 0.02 else 1}f} %"
+    error = f"with an error of {percent} (measured at {report.length:,} tokens)"
+    speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"
+    start = crossing([(item.length, item.exact_ms / item.ms) for item in times])
+    if start is not None:
+        until = f"Up to about {float(f'{start:.2g}'):,.0f} tokens use exact attention"
+        sentence = f"{until}; for longer texts {name} is faster, {error}: {speed}."
+    elif last.ms < last.exact_ms:
+        sentence = f"From {first.length:,} tokens on, {name} is faster than exact attention, {error}: {speed}."
+    else:
+        sentence = f"Use exact attention up to {last.length:,} tokens. {name} is not faster there; it comes {error}."
+    return sentence + (DISTURBED if report.settings.get("disturbed") else "")
 
 
 def recommended(report: Report) -> Row | None:
@@ -46,32 +58,7 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
     return None
 
 
-def _of_lengths(report: Report, row: Row) -> str:
-    times, name = report.times_of(row), _name(row)
-    first, last = times[0], times[-1]
-    error = f"{_error(row)} (measured at {report.length:,} tokens)"
-    speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"
-    start = crossing([(item.length, item.exact_ms / item.ms) for item in times])
-    if start is not None:
-        until = f"Up to about {float(f'{start:.2g}'):,.0f} tokens use exact attention"
-        return f"{until}; for longer texts {name} is faster, {error}: {speed}."
-    if last.ms < last.exact_ms:
-        return f"From {first.length:,} tokens on, {name} is faster than exact attention, {error}: {speed}."
-    return f"Use exact attention up to {last.length:,} tokens. {name} is not faster there; it comes {error}."
-
-
-def _of_one_length(report: Report, row: Row) -> str:
-    at, name, ratio = f"At {report.length:,} tokens", _name(row), row.exact_ms / row.ms
-    if ratio < 1:
-        return f"{at} use exact attention: {name}, {_error(row)}, takes {row.ms / row.exact_ms:.1f} times as long."
-    return f"{at}, {name} is {ratio:.1f} times as fast as exact attention, {_error(row)}."
-
-
 def _name(row: Row) -> str:
     if row.name == OURS:
         return f"fk.budget({row.budget})"
     return row.name if row.budget is None else f"{row.name} with {row.budget} slots"
-
-
-def _error(row: Row) -> str:
-    return f"with an error of {100 * row.error:.{0 if row.error >= 0.02 else 1}f} %"

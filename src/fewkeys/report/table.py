@@ -1,4 +1,4 @@
-"""Tables for the terminal: a comparison, and the best plan for each budget."""
+"""Tables for the terminal."""
 
 import shutil
 import textwrap
@@ -36,14 +36,14 @@ def show(
 
 
 def print_table(report: Report, width: int | None = None) -> None:
-    """Print the table with notes, the skipped plans, the best plan for each budget, and the recommendation."""
+    """Print the table with notes, the skipped plans, and the recommendation."""
     budgets = [row.budget for row in sorted_rows(report)]
     headings = {budgets.index(budget): f"{budget} slots" for budget in set(budgets) if budget is not None}
     indented = [{**row, "plan": f"  {row['plan']}"} for row in cells(report)]
     middle = [AT.format(length) for length in lengths(report)[1:-2]]
     drop = (*middle, *DROP, *(["cosine"] if report.whole_times else []))
     print(show(indented, title=title(report), notes=notes(report), width=width, drop=drop, headings=headings))
-    print("\n".join([*skipped(report), "", *advice(report), "", headline(report)]))
+    print("\n".join([*skipped(report), "", headline(report)]))
 
 
 def sorted_rows(report: Report) -> list[Row]:
@@ -95,26 +95,6 @@ def skipped(report: Report) -> list[str]:
     for (name, reason), numbers in budgets.items():
         at = f" at {', '.join(numbers)} slots" if any(numbers) else ""
         lines.append(f"left out: {name}{at}: {reason}")
-    return lines
-
-
-def advice(report: Report) -> list[str]:
-    """For each budget the method with the least error, against the best oracle and exact attention."""
-    lines = []
-    for budget in report.settings["budgets"] or [None]:
-        row, bound = report.best(budget), report.best(budget, "oracle")
-        line = "Best: " if budget is None else f"Best within {budget} slots: "
-        if row is None:
-            lines.append(f"{line}no method stayed within the budget.")
-            continue
-        line += f"{row.name} [{row.plan}], error {row.error:.3f}"
-        if bound is not None and bound.error > 0:
-            line += f" = {row.error / bound.error:.2f} × the best oracle's"
-        if not report.whole_times:
-            fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
-            speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
-            line += f"; {speed} exact attention at this length"
-        lines.append(f"{line}.")
     return lines
 
 
