@@ -16,10 +16,11 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test quick docs families figures sets wheels qemu audit broken campaign lint types clean
+.PHONY: help demo test quick browser docs families figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make browser   the page of fewkeys report in Chromium, which must be installed'
 	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
 	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels and promises on purpose; do the tests notice? most of an hour'
@@ -38,6 +39,10 @@ test: $(VENV)/.installed-dev
 
 quick: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --quick
+
+# Debian: apt-get install chromium. CHROMIUM=/path/to/another names another one.
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -n0 tests/browser/page.py
 
 # The highest set is the one that `make test` takes.
 AGREE := tests/kernels/test_native.py -k 'it_is_the_reference or statistics_clusters or head_sizes or instruction_set'

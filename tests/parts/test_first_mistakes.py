@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fewkeys as fk
+from fewkeys.cli import main
 from fewkeys.select.base import Selector, shared_top
 
 Q = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
@@ -73,6 +74,19 @@ def test_a_causal_plan_is_refused_without_causality(slots, memory, tmp_path):
     saved = fk.budget(slots).to_dict()
     del saved["is_causal"]
     assert fk.Plan.from_dict(saved) == fk.budget(slots)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"), [(["--versoin"], "--version"), (["compare", "--modle", "x", "--demo"], "--model")]
+)
+def test_a_misspelt_option_is_named(words, near, capsys):
+    assert main(words) == 2
+    assert f"; did you mean {near}?" in capsys.readouterr().err
+
+
+def test_an_option_that_is_like_no_other_is_not_guessed(capsys):
+    assert main(["embed", "--versoin"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
 from fewkeys.core.version import VERSION
@@ -31,7 +32,21 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
 
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else args
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
+                message = f"unknown option {name}; did you mean {near[0]}?"
+                break
         raise ValueError(f"{message} (try {self.prog} --help)")
 
 

@@ -1,7 +1,7 @@
 """Measure approximations of attention on a model and a text: the error of the attention output, the effect on the
 output of the whole model (not with --capture), and the time beside that of exact attention. Prints a table. --out also
-writes report.html (a page for the browser), results.json (all figures), pareto.png and pareto.pdf. With --demo, the
-defaults are --out out/demo and --lengths 512,1024,2048,4096.
+writes report.html (a page for the browser), results.json (all figures, and the keys that a few queries keep),
+pareto.png and pareto.pdf. With --demo, the defaults are --out out/demo and --lengths 512,1024,2048,4096.
 """
 
 import argparse

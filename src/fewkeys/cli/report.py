@@ -1,5 +1,5 @@
 """Show the results of fewkeys compare: the table or, with --html, a page that works offline. The page shows every row,
-the error against slots, and every head.
+the error against slots, every head, and what a few queries keep.
 """
 
 import argparse

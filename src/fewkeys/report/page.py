@@ -1,13 +1,15 @@
-"""A comparison as one HTML page, without scripts, that loads nothing from a network."""
+"""A comparison as one HTML page that loads nothing from a network."""
 
-import math
+import json
 import os
 import re
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from fewkeys.core.files import write_whole
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.result import Report
 from fewkeys.report.figure import error_figure, time_figure
 from fewkeys.report.headline import headline, recommended
 from fewkeys.report.style import svg
@@ -21,7 +23,7 @@ FIRST = ("plan", "error", "ms")
 def save_page(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the page."""
     figures = [error_figure(report), *([time_figure(report)] if report.whole_times else [])]
-    selected = recommended(report)
+    data = json.dumps(_data(report), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     parts = {
         "title": escape(title(report)),
         "headline": escape(headline(report)),
@@ -29,7 +31,7 @@ def save_page(report: Report, path: str | os.PathLike[str]) -> None:
         "notes": "".join(f"<li>{escape(line)}</li>" for line in [*notes(report).values(), *skipped(report)]),
         "table": _table(report),
         "pictures": "\n".join(map(svg, figures)),
-        "heads": "\n".join(_heads(row, row is selected) for row in sorted_rows(report)),
+        "data": data.replace("<", "\\u003c"),  # "<" could close the script element around it
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], PAGE.read_text(encoding="utf-8"))
     write_whole(path, page)
@@ -38,27 +40,14 @@ def save_page(report: Report, path: str | os.PathLike[str]) -> None:
 def _table(report: Report) -> str:
     rows = cells(report)
     names = sorted(rows[0] if rows else ["plan"], key=lambda name: not name.startswith(FIRST))
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in names)
     lines = []
     for row, cell in zip(sorted_rows(report), rows, strict=True):
         is_best = cell["plan"].endswith(" *")
         numbers = "".join(f"<td>{escape(cell[name])}</td>" for name in names[1:])
         label = f'<th scope="row">{escape(row.label)}{" *" if is_best else ""}</th>'
         lines.append(f'<tr class="{"best" if is_best else escape(row.kind)}">{label}{numbers}</tr>')
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _heads(row: Row, is_open: bool) -> str:
-    """A table of the errors of a plan, the larger the redder, which a click opens."""
-    errors = [[error or 0.0 for error in heads] for heads in row.per_head["error"]]
-    most = max(1e-9, *(error for heads in errors for error in heads))
-    lines = []
-    for layer, heads in enumerate(errors):
-        shades = [(error, 70 * math.sqrt(error / most)) for error in heads]
-        numbers = "".join(f'<td style="background:rgb(179 38 30/{red:.0f}%)">{error:.2f}' for error, red in shades)
-        lines.append(f'<tr><th scope="row">layer {layer}{numbers}')
-    summary = f"<summary>{escape(row.label)}: {escape(row.plan)}</summary>"
-    return f'<details{" open" * is_open}>{summary}<div class="scroll"><table>{"".join(lines)}</table></div></details>'
+    return f'<table id="table"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _about(report: Report) -> str:
@@ -69,3 +58,22 @@ def _about(report: Report) -> str:
         f"{f', text: {text}' if text else ''}. Timed on {machine['cpu']}, threads in use: {machine['threads']}; "
         + ", ".join(f"{name} {number}" for name, number in report.versions.items())
     )
+
+
+def _data(report: Report) -> dict[str, Any]:
+    """The data of the page's script."""
+    rows, selected = sorted_rows(report), recommended(report)
+    return {
+        "rows": [
+            {
+                "label": row.label,
+                "plan": row.plan,
+                "worst": row.worst_head,
+                "heads": [[float(f"{error or 0.0:.4g}") for error in heads] for heads in row.per_head["error"]],
+                "kept": row.kept,
+            }
+            for row in rows
+        ],
+        "first": 0 if selected is None else rows.index(selected),
+        "sample": None if report.sample is None or not all(row.kept for row in rows) else asdict(report.sample),
+    }
