@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("transformers")
 
 import huggingface_hub
-from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -133,9 +132,6 @@ def test_folders_that_are_not_models(tmp_path, llama):
     refused(llama / "config.json", "is a file; name its folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"not a model folder \(it has no config\.json\)")
-    (tmp_path / "empty" / "model.gguf").touch()
-    refused(tmp_path / "empty" / "model.gguf", r"got a GGUF file, .*; name the model's folder with safetensors")
-    refused(tmp_path / "empty", r"holds GGUF \(model\.gguf\) and no config\.json; name the model's folder with")
     with pytest.raises(TypeError, match="name_or_dir: expected a folder or a hub id, got int"):
         load_model(3)
     refused(llama, "device: expected a torch device", device="toaster")
@@ -183,19 +179,11 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, capfd):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    said = refused("nobody-here/no-model-0", "the hub cannot be reached")
+    said = refused("nobody-here/no-model-0", r"no folder .*cannot be reached: Name or service not known; check")
     assert "pass its folder" in said
     assert asked
     assert asked[0] <= 10
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_name_the_hub_does_not_know(monkeypatch):
-    def unknown(self, name, *, timeout):
-        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unknown)
-    refused("nobody-here/no-model-0", "no hub model is called 'nobody-here/no-model-0'")
 
 
 def test_a_folder_asks_no_network(llama, monkeypatch):

@@ -30,13 +30,6 @@ SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
 OF_ENCODERS = ("modality", "prompt_length")
 """What `SentenceTransformer.preprocess` adds for its own modules."""
-_SHAPES = {
-    "input_ids": "(sequences, tokens)",
-    "pixel_values": "(images, channels, height, width) or (videos, frames, channels, height, width)",
-    "input_features": "(sounds, features, frames)",
-    "input_values": "(sounds, samples) or (sounds, frames, features)",
-}
-"""Shapes of a model's main input."""
 
 
 def capture(
@@ -160,12 +153,13 @@ def exact_passes(
         runs = model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        cap, feature = inputs.softcap, "a learned sink, which captures do not support"
+        cap = inputs.softcap
         if inputs.sink is not None or (cap is not None and weights != Softcap(cap)):
-            if cap is not None:
-                feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
+            feature = f"scores capped at {cap}, without weights=fewkeys.weights.Softcap({cap})"
+            feature = "a learned sink" if inputs.sink is not None else feature
             raise ValueError(
-                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
+                f"model: {type(module).__name__} has {feature}, which captures do not support; compare the model's "
+                "outputs under fewkeys.apply"
             )
         if part == "cross":
             every = torch.ones_like(inputs.query[:, 0, :, 0], dtype=torch.bool)
@@ -201,27 +195,16 @@ def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
     """The checked arguments of batch `index`, on the model's device."""
     name = model.main_input_name
-    if isinstance(batch, Tensor):
-        batch = {name: batch}
+    batch = {name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping):
         raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
-    inputs = batch.get(name)
-    shapes = _SHAPES.get(name, "(any number of dimensions)")
-    kind = "" if name == "input_ids" else "floating "
-    if not isinstance(inputs, Tensor) or not (
-        inputs.numel()
-        and inputs.is_floating_point() == bool(kind)
-        and (name not in _SHAPES or inputs.ndim in [shape.count(",") + 1 for shape in shapes.split(" or ")])
-    ):
-        raise ValueError(f"batches: expected {kind}{name} of shape {shapes} in batch {index}, got {describe(inputs)}")
-    if name == "input_ids":
+    inputs, is_text = batch.get(name), name == "input_ids"
+    is_right_kind = isinstance(inputs, Tensor) and inputs.numel() and inputs.is_floating_point() != is_text
+    if not is_right_kind or (is_text and inputs.ndim != 2):
+        kind = "integers as input_ids (sequences, tokens)" if is_text else f"floating {name}"
+        raise ValueError(f"batches: expected {kind} in batch {index}, got {describe(inputs)}")
+    if is_text:
         _check_ids(model, inputs, index)
-    for name, item in batch.items():
-        if name.endswith(("_ids", "_mask")) and isinstance(item, Sequence):
-            raise TypeError(
-                f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
-                "return tensors (return_tensors='pt')"
-            )
     return {
         name: item.to(model.device) if isinstance(item, Tensor) else item
         for name, item in batch.items()
@@ -230,13 +213,13 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
-    config, least, largest = model.config.get_text_config(), int(ids.min()), int(ids.max())
-    if least < 0 or largest >= config.vocab_size:
+    words, longest = model.config.get_text_config().vocab_size, positions(model)
+    least, largest = int(ids.min()), int(ids.max())
+    if least < 0 or largest >= words:
         raise ValueError(
-            f"batches: expected input_ids from 0 to {config.vocab_size - 1} in batch {index}, got {least} to "
-            f"{largest}; use the tokenizer of this model"
+            f"batches: expected input_ids from 0 to {words - 1} in batch {index}, got {least} to {largest}; use the "
+            "tokenizer of this model"
         )
-    longest = positions(model)
     if longest is not None and ids.shape[1] > longest:
         raise ValueError(
             f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 HUB_SECONDS = 5.0
 """The hub's time to confirm that a model exists; transformers would retry for half a minute."""
-_NO_GGUF = (
-    "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
-    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
-)
 
 
 def load_model(
@@ -108,31 +104,17 @@ def quiet() -> Iterator[None]:
 
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     """The name of a folder or a hub id, its configuration, and whether all of it is on this machine."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
     if not isinstance(name_or_dir, str | os.PathLike):
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
     name = os.fspath(name_or_dir)
     path = Path(name)
     is_folder = bool(name) and path.is_dir()
-    if is_folder and not (path / "config.json").is_file():
-        fault = "is not a model folder (it has no config.json); name a folder that has one"
-        if files := sorted(path.glob("*.gguf")):
-            fault = f"holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
-        raise ValueError(f"name_or_dir: {name} {fault}")
     if path.is_file():
-        fault = f"{name} is a file; name its folder"
-        if name.endswith(".gguf"):
-            fault = f"got a GGUF file, {name}; {_NO_GGUF}"
-        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {fault}")
-    try:
-        if not is_folder:
-            validate_repo_id(name_or_dir if isinstance(name_or_dir, str) else "")
-    except HFValidationError:
+        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
+    if is_folder and not (path / "config.json").is_file():
         raise ValueError(
-            f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
-        ) from None
+            f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder with one and safetensors"
+        )
     offline = is_folder or _is_cached(name)
     return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 
@@ -140,21 +122,15 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
 def _is_cached(name: str) -> bool:
     """Whether the hub's cache has the model and its tokenizer; if not, `ValueError` unless the hub has it."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     with suppress(Exception):  # not in the cache, or only in part: ask the hub
         folder = Path(snapshot_download(name, local_files_only=True))
         if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
             return True
-    try:
+    what = f"name_or_dir: there is no folder {name!r}, and the hub has no such model or cannot be reached"
+    with _in_one_line(what, "check the name, or download the model elsewhere and pass its folder"):
         HfApi().model_info(name, timeout=HUB_SECONDS)
-    except RepositoryNotFoundError:
-        fault = f"no folder and no hub model is called {name!r} (or it is private)"
-    except Exception as error:
-        fault = f"there is no folder {name!r} and the hub cannot be reached ({_line(error)})"
-    else:
-        return False
-    raise ValueError(f"name_or_dir: {fault}; check the name, or download the model elsewhere and pass its folder")
+    return False
 
 
 def _is_generator(config: PreTrainedConfig) -> bool:

@@ -17,18 +17,6 @@ from fewkeys.plan import Plan
 
 _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
-ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
-"""Options of `model.generate` that are fixed: each answer is one text."""
-MADE = (
-    "inputs",
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "generation_config",
-)
-"""Options of `model.generate` that the pipeline makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,26 +41,15 @@ class Pipeline:
     ) -> dict[str, Any]:
         """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
 
-        answer_prefix: what every answer begins with. options: for `model.generate`; answers are greedy otherwise.
+        answer_prefix: what every answer begins with. options: of `model.generate`, other than its inputs and those of
+        several answers; by default answers are greedy.
         Cost: the context once, by the plan, and for each question its own tokens and those of its answer.
         """
         if (question is None) == (questions is None):
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
-        if isinstance(questions, str):
-            raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
         asked = [question] if questions is None else [*questions]
-        for name, text in [("context", context), *(("question", text) for text in asked)]:
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"{name}: expected a text, got {type(text).__name__}; pass one context and a list as questions="
-                )
-        for name in options.keys() & MADE:
-            raise TypeError(f"{name}: expected none, as the pipeline makes it; give texts, and options by name")
-        for name, only in ONE_ANSWER.items():
-            if options.get(name, only) != only:
-                raise ValueError(
-                    f"{name}: expected {only}, one text for each question, got {options[name]}; leave it out"
-                )
+        if isinstance(questions, str) or not all(isinstance(text, str) for text in (context, *asked)):
+            raise TypeError("context, question, questions: expected texts, and questions as a list; ask contexts singly")
         before, after, special = self._parts(context)
         context_ids = self._ids(before, special)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)
@@ -82,11 +59,17 @@ class Pipeline:
             answers = []
             for text in asked:
                 ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
-                arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                arguments |= {"do_sample": False, "use_cache": True, **ONE_ANSWER, **options}
-                if arguments.get("stop_strings") is not None:
-                    arguments.setdefault("tokenizer", self.tokenizer)
-                output = self.model.generate(ids, max_new_tokens=max_new_tokens, **arguments)
+                output = self.model.generate(
+                    ids,
+                    max_new_tokens=max_new_tokens,
+                    attention_mask=torch.ones_like(ids),
+                    past_key_values=copy.deepcopy(memory),
+                    use_cache=True,
+                    num_beams=1,
+                    num_return_sequences=1,
+                    return_dict_in_generate=False,
+                    **{"do_sample": False, "tokenizer": self.tokenizer} | options,
+                )
                 answers.append(str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
