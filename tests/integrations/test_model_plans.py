@@ -120,10 +120,10 @@ def test_what_is_no_text_is_refused(template, monkeypatch):
     monkeypatch.setattr(chat_tokenizer(), "chat_template", template)
     ask = fk.pipeline(llama(), chat_tokenizer(), fk.budget(16, is_causal=True))
     for context, asked in [(["one", "two"], {"question": "who?"}), (3, {"questions": ["who?"]})]:
-        with pytest.raises(TypeError, match="^context, question, questions: expected texts"):
+        with pytest.raises(TypeError, match=r"^context, question, questions: expected texts"):
             ask(context, **asked)
     for asked in ({"question": ["who?", "when?"]}, {"questions": ["who?", None]}):
-        with pytest.raises(TypeError, match="^context, question, questions: expected texts"):
+        with pytest.raises(TypeError, match=r"^context, question, questions: expected texts"):
             ask("a context", **asked)
 
 
@@ -160,5 +160,5 @@ def test_generation_under_a_plan_takes_a_tokenizer_for_its_stop_strings():
     exact = model.generate(ids, **how, pad_token_id=0)
     with fk.apply(model, fk.Plan()):
         assert torch.equal(model.generate(ids, **how, pad_token_id=0), exact)
-    with pytest.raises(TypeError, match="^context, question, questions: expected .* questions as a list"):
+    with pytest.raises(TypeError, match=r"^context, question, questions: expected .* questions as a list"):
         fk.pipeline(model, Letters(), fk.budget(16, is_causal=True))("a context", questions="who?")

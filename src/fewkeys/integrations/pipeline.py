@@ -49,7 +49,9 @@ class Pipeline:
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         asked = [question] if questions is None else [*questions]
         if isinstance(questions, str) or not all(isinstance(text, str) for text in (context, *asked)):
-            raise TypeError("context, question, questions: expected texts, and questions as a list; ask contexts singly")
+            raise TypeError(
+                "context, question, questions: expected texts, and questions as a list; ask contexts singly"
+            )
         before, after, special = self._parts(context)
         context_ids = self._ids(before, special)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)

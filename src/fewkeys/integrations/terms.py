@@ -117,9 +117,10 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
         plan = Plan(Window(inputs.window))
-    if isinstance(plan, Sequence):
-        return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
-    return _plan_in_terms(inputs, plan or Plan())
+    if not isinstance(plan, Sequence):
+        return _plan_in_terms(inputs, plan or Plan())
+    plans = tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+    return plans[0] if len(plans) == 1 else plans
 
 
 def window_has_gaps(inputs: AttentionInputs) -> bool:
@@ -152,13 +153,6 @@ def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
 def plain(inputs: AttentionInputs) -> bool:
     """Whether the call is softmax attention over its keys, within a window or not, and nothing else."""
     return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
-
-
-def check_sink(sink: Tensor | None, heads: int) -> Tensor | None:
-    """The sinks (Hq,) that a model passes."""
-    if sink is not None and sink.numel() != heads:
-        raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
-    return None if sink is None else sink.reshape(-1)
 
 
 def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable[[AttentionInputs], Tensor]) -> Tensor:
