@@ -85,8 +85,6 @@ def late_chunks(
             "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
         )
     spans, ranges = places.chunked(chunks)
-    if outside := [(start, stop) for start, stop in spans if start < 0 or stop > len(text)]:
-        raise ValueError(f"chunks: expected spans within the {len(text)} characters of the text, got {outside[0]}")
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
         embeddings, start = _embedded(encoder, before, text, places, pooling)
@@ -130,18 +128,15 @@ def split(
             f"encoder.max_seq_length: expected room for text beside {around} tokens of prompt and special ones, "
             f"got {limit}; raise it up to the model's positions, or shorten the prompt"
         )
-    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]] + [len(text)]
-    cuts, first = [0], 0
-    while (left := len(starts) - 1 - first) > 0:
-        take = -(-left // -(-left // room))
-        stop = _before_word(text, starts, first, first + take)
-        # A part may have more tokens alone than within the text: shorten it until it fits.
-        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > limit:
-            take -= max(1, take // 16)
-            stop = _before_word(text, starts, first, first + take)
-        cuts.append(starts[stop])
-        first = stop
-    return list(pairwise(cuts))
+    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]]
+    # A part may have more tokens alone than within the text: then one more part makes all of them shorter.
+    for parts in range(-(-len(starts) // room), len(starts) + 1):
+        tokens, half = [len(starts) * part // parts for part in range(1, parts)], len(starts) // (2 * parts)
+        cuts = [_word(text, starts[token - half], starts[token]) for token in tokens]
+        spans = list(pairwise([0, *cuts, len(text)]))
+        if all(len(read_tokens(encoder, before, text[start:stop]).ids) <= limit for start, stop in spans):
+            break
+    return spans
 
 
 def longest(encoder: SentenceTransformer) -> int | None:
@@ -186,16 +181,15 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
         raise TypeError(f"encoder: expected a SentenceTransformer, got {type(encoder).__name__}")
     if name is not None and prompt is not None:
         raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
-    if prompt is not None:
-        _check_text("prompt", prompt)
-        return prompt
     name = encoder.default_prompt_name if name is None else name
-    if name is None:
-        return ""
-    if name not in encoder.prompts:
-        names = ", ".join(map(repr, sorted(encoder.prompts)))
-        raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
-    return encoder.prompts[name] or ""
+    if prompt is None and name is not None:
+        if name not in encoder.prompts:
+            names = ", ".join(map(repr, sorted(encoder.prompts)))
+            raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
+        prompt = encoder.prompts[name]
+    if not isinstance(prompt, str | None):
+        raise TypeError(f"prompt: expected a str, got {type(prompt).__name__}")
+    return prompt or ""
 
 
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
@@ -268,7 +262,9 @@ def fast_tokenizer(encoder: SentenceTransformer) -> Any:
 
 def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     """The tokens of prompt and text, none cut off."""
-    _check_text("text", text, "; pass texts one by one")
+    if not isinstance(text, str):
+        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+    (prompt + text).encode()  # raises `ValueError` for lone surrogates, of which tokenizers say something else
     tokenizer = fast_tokenizer(encoder)
     options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
     encoding = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
@@ -280,25 +276,9 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
 
 
-def _check_text(name: str, text: object, fix: str = "") -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a str, got {type(text).__name__}{fix}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name}: expected text that UTF-8 can hold, got a lone surrogate, character {error.start}; decode it anew"
-        ) from None
-
-
-def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
-    """The last place in the second half of first .. place where a word begins, else `place`."""
-    if place >= len(starts) - 1:
-        return len(starts) - 1
-    for word in range(place, first + (place - first) // 2, -1):
-        if any(map(str.isspace, text[max(0, starts[word] - 1) : starts[word] + 1])):
-            return word
-    return max(place, first + 1)
+def _word(text: str, first: int, place: int) -> int:
+    """The last character between the two with white space before it, else `place`."""
+    return next((i + 1 for i in range(place, first, -1) if text[i].isspace()), place)
 
 
 def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Places, pooling: Any) -> tuple[Tensor, int]:
