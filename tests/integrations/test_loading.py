@@ -61,11 +61,11 @@ def llama(tmp_path):
     return save(LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16(), tmp_path / "llama")
 
 
-def refused(name, said, **more):
+def refused(name, said):
     """The one line that `name` is refused with."""
     start = time.perf_counter()
     with pytest.raises(ValueError, match=said) as caught:
-        load_model(name, **more)
+        load_model(name)
     assert time.perf_counter() - start < 20
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -103,7 +103,6 @@ def test_a_generator(llama, capfd):
     assert tokenizer.pad_token == "</s>"
     batch = tokenizer(["w1 w2 w3", "w4"], padding=True, return_tensors="pt")
     assert model(input_ids=batch["input_ids"]).logits.shape == (2, 3, 60)
-    assert load_model(str(llama), dtype=torch.bfloat16)[0].dtype == torch.bfloat16
 
 
 def test_each_kind_of_model(tmp_path, capfd):
@@ -134,9 +133,6 @@ def test_folders_that_are_not_models(tmp_path, llama):
     refused(tmp_path / "empty", r"not a model folder \(it has no config\.json\)")
     with pytest.raises(TypeError, match="name_or_dir: expected a folder or a hub id, got int"):
         load_model(3)
-    refused(llama, "device: expected a torch device", device="toaster")
-    if not torch.cuda.is_available():
-        refused(llama, "device: cannot move", device="cuda")
 
 
 def test_damaged_folders(llama):

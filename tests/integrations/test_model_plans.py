@@ -85,10 +85,8 @@ def test_questions_about_a_context(chats):
     assert model.config._attn_implementation != "fewkeys"
     with pytest.raises(ValueError, match=r"^question, questions: expected one of the two"):
         ask("a context")
-    with pytest.raises(ValueError, match=r"^model: expected a decoder that generates text, got BertModel"):
+    with pytest.raises(ValueError, match=r"^model: expected one that generates text, got BertModel"):
         fk.pipeline(bert(), letters, every)
-    with pytest.raises(TypeError, match=r"^tokenizer: expected the model's tokenizer, got NoneType; load it by"):
-        fk.pipeline(model, None, every)
 
 
 ROUND = "{% for message in messages %}<u>{{ message.content }}</u>{% endfor %}"

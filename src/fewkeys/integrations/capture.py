@@ -91,16 +91,9 @@ def capture(
     try:
         with closing(projections):
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
-                if part in ("decoder", "cross") and "decoder" not in parts:
-                    raise ValueError(
-                        "part: expected a decoder with causal self-attention, unlike cross-attention, got "
-                        f"{part!r} for a {type(model).__name__} without; compare its outputs under fewkeys.apply"
-                    )
-                if not captured:
-                    raise ValueError(
-                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps; "
-                        "use a model with layers that see every key"
-                    )
+                if not captured or (part in ("decoder", "cross") and "decoder" not in parts):
+                    also = " and a decoder with causal self-attention" if part else ""
+                    raise ValueError(f"model: expected layers that see every key{also}, got {type(model).__name__}")
                 if sensitivity is not None:
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
@@ -213,17 +206,12 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
-    words, longest = model.config.get_text_config().vocab_size, positions(model)
-    least, largest = int(ids.min()), int(ids.max())
-    if least < 0 or largest >= words:
+    words, tokens = model.config.get_text_config().vocab_size, ids.shape[1]
+    least, largest, longest = int(ids.min()), int(ids.max()), positions(model) or tokens
+    if least < 0 or largest >= words or tokens > longest:
         raise ValueError(
-            f"batches: expected input_ids from 0 to {words - 1} in batch {index}, got {least} to {largest}; use the "
-            "tokenizer of this model"
-        )
-    if longest is not None and ids.shape[1] > longest:
-        raise ValueError(
-            f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
-            f"{ids.shape[1]}; use shorter sequences"
+            f"batches: expected at most {longest} tokens (the positions of this model) from 0 to {words - 1} in batch "
+            f"{index}, got {tokens} from {least} to {largest}; use the tokenizer of this model, and shorter sequences"
         )
 
 

@@ -22,36 +22,29 @@ HUB_SECONDS = 5.0
 """The hub's time to confirm that a model exists; transformers would retry for half a minute."""
 
 
-def load_model(
-    name_or_dir: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode and its tokenizer, from a local folder or a hub id. Nothing is printed.
+def load_model(name_or_dir: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the CPU in float32 and eval mode, and its tokenizer, from a local folder or a hub id.
 
     Encoders come as their base model (`AutoModel`), decoders saved with a language-model head as
-    `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. dtype: None is
-    float32 on the CPU and the checkpoint's elsewhere. A missing padding token is the end token. The hub is asked only
-    for what its cache lacks.
+    `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. Nothing is
+    printed. A missing padding token is the end token. The hub is asked only for what its cache lacks.
 
     `ValueError` for a folder or hub id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a
     model whose attention does not go through transformers' interface.
     """
     need("transformers", "hf")
-    with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
-        target = torch.device(device)
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
             raise ValueError(
                 f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); use an encoder or decoder-only model"
             )
-        model = _model(name, config, offline, dtype or (torch.float32 if target.type == "cpu" else "auto"))
+        model = _model(name, config, offline)
         tokenizer = _pretrained(
             "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
-    with _in_one_line(f"device: cannot move {name} to {str(target)!r}"):
-        model.to(target)
     return model.eval(), tokenizer
 
 
@@ -141,9 +134,9 @@ def _is_generator(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(heads) for name in saved)
 
 
-def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
+def _model(name: str, config: PreTrainedConfig, offline: bool) -> Any:
     factory = "AutoModelForCausalLM" if _is_generator(config) else "AutoModel"
-    options = {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    options = {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
     model, info = _pretrained(factory, name, offline, what, fix, **options)
     if missing := [key for key in info["missing_keys"] if "pooler" not in key]:

@@ -127,30 +127,24 @@ def key_mask(
     real = None
     if attention_mask is not None:
         real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool().contiguous()
-        if real.shape[1] < kv_length:
-            if isinstance(kv_length, Length):
-                raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, with those in the "
-                    f"cache, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache before it"
-                )
-            real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         real = None if bool(real.all()) else real
-    if kv_offset and isinstance(kv_length, Length) and len(held := kv_length.held()) == batch_size:
-        _check_past(held, attention_mask)  # the stream refuses another batch
+    if kv_offset and isinstance(kv_length, Length):
+        _check_past(kv_length.held(), attention_mask, kv_offset + kv_length)
     mask = entries(real, window, (batch_size, kv_length), device)
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
-def _check_past(held: Tensor, given: Tensor | None) -> None:
-    """Raise `ValueError` if a mask contradicts those of the calls before, `held` (B, N)."""
-    other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
-    if bool(other.any()):
-        got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
+def _check_past(held: Tensor, given: Tensor | None, tokens: int) -> None:
+    """Raise `ValueError` for a mask of fewer tokens, or one that contradicts those of the calls before, `held`."""
+    past = torch.ones_like(held) if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool()
+    is_short = given is not None and given.shape[1] < tokens
+    if is_short or (len(past) == len(held) and not torch.equal(past.to(held.device), held)):  # a stream checks batches
         raise ValueError(
-            f"attention_mask: expected the padding of the {held.shape[1]} tokens in the cache to stay as it was, got "
-            f"{got}; pass the mask of all tokens so far, with the entries of the calls before, or fill another cache"
+            f"attention_mask: expected one over all {tokens} tokens so far, in which the padding of the "
+            f"{held.shape[1]} tokens in the cache is as it was; pass it, or fill another cache"
         )
 
 

@@ -49,9 +49,7 @@ class Pipeline:
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
         asked = [question] if questions is None else [*questions]
         if isinstance(questions, str) or not all(isinstance(text, str) for text in (context, *asked)):
-            raise TypeError(
-                "context, question, questions: expected texts, and questions as a list; ask contexts singly"
-            )
+            raise TypeError("context, question, questions: expected texts, one context, and questions as a list")
         before, after, special = self._parts(context)
         context_ids = self._ids(before, special)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)
@@ -87,8 +85,8 @@ class Pipeline:
                 before, _, after = text.rpartition(_MARK)
                 return before, after, False
         raise ValueError(
-            "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is, got one "
-            "that does not; set tokenizer.chat_template to one, or to None for plain prompts"
+            "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is; set "
+            "tokenizer.chat_template to one, or to None for plain prompts"
         )
 
     def _ids(self, text: str, special: bool) -> Any:
@@ -109,12 +107,6 @@ def pipeline(
     line, question and a new line. `ValueError` as of `fewkeys.cache`, and for a model that generates no text.
     """
     if not unwrapped(model).can_generate():
-        raise ValueError(
-            f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
-            "AutoModelForCausalLM, or embed with an encoder by fewkeys.apply"
-        )
-    if not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it by AutoTokenizer"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model: expected one that generates text, got {name}; load it by AutoModelForCausalLM")
     return Pipeline(model, tokenizer, plan, leaves)

@@ -34,10 +34,6 @@ class Sensitivity:
     """
 
     def __init__(self, seed: int) -> None:
-        if torch.is_inference_mode_enabled():
-            raise ValueError(
-                "gradients: expected False under torch.inference_mode(), where torch computes none, got True; leave it"
-            )
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves: list[Tensor] = []
 
