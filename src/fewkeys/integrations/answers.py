@@ -72,9 +72,7 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
     if inner_first and isinstance(threading.current_thread(), threading._DummyThread) and in_backward():
         # Gradient checkpointing computes a layer again, in a thread of autograd, which has no context.
         if len(inner_first) > 1:
-            raise ValueError(
-                "model: expected one plan for gradient checkpointing, got several; apply it without `with`"
-            )
+            raise ValueError("model: expected one plan for gradient checkpointing, applied without `with`")
         return inner_first[0]
     if inner_first:
         warnings.warn(

@@ -93,7 +93,7 @@ def capture(
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if not captured or (part in ("decoder", "cross") and "decoder" not in parts):
                     also = " and a decoder with causal self-attention" if part else ""
-                    raise ValueError(f"model: expected layers that see every key{also}, got {type(model).__name__}")
+                    raise ValueError(f"model: expected layers without a sliding window{also}, got {type(model).__name__}")
                 if sensitivity is not None:
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
@@ -116,10 +116,7 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
         )
     name = model.main_input_name
     if part == "encoder" and name not in inspect.signature(model.get_encoder().forward).parameters:
-        raise ValueError(
-            f"part: expected an encoder that reads {name}, got 'encoder' for a {type(model).__name__}, whose encoder "
-            "does not run alone; compare its outputs under fewkeys.apply"
-        )
+        raise ValueError(f"part: expected an encoder that reads {name}, got that of a {type(model).__name__}")
     check_eval(model)
 
 

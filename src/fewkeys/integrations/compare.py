@@ -117,9 +117,7 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     for budget, rows in by_budget.items():
         for name, plan in rows.items():
             if not isinstance(plan, Plan | ModelPlan):
-                raise TypeError(
-                    f"plans: expected a Plan under {name!r}, got {type(plan).__name__}; make one with Plan()"
-                )
+                raise TypeError(f"plans: expected a Plan under {name!r}, got {type(plan).__name__}")
             heads = [len(layer) for layer in plan] if isinstance(plan, ModelPlan) else []
             if heads and (len(heads) != capture.layers or not {1, capture.kv_heads}.issuperset(heads)):
                 raise ValueError(

@@ -82,10 +82,8 @@ def _states(model: Any, arguments: dict[str, Any]) -> Tensor:
     """Last hidden states (B, N, H) in float32."""
     states = getattr(run_without_cache(base_of(model), arguments), "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.ndim != 3:
-        raise ValueError(
-            f"model: expected one that returns last_hidden_state (B, N, H), got {describe(states)} from "
-            f"{type(model).__name__}; pass the part that returns it, or neither model nor batches"
-        )
+        got = f"{describe(states)} from {type(model).__name__}"
+        raise ValueError(f"model: expected one that returns last_hidden_state (B, N, H), got {got}")
     return states.float()
 
 

@@ -198,10 +198,7 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
 
     pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
     if len(pooling) != 1:
-        raise ValueError(
-            f"encoder: expected one pooling module after the transformer, got {len(pooling)} in "
-            f"{', '.join(type(module).__name__ for module in encoder)}"
-        )
+        raise ValueError(f"encoder: expected one pooling module after the transformer, got {len(pooling)}")
     mode = pooling[0].pooling_mode
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
@@ -254,9 +251,7 @@ def fast_tokenizer(encoder: SentenceTransformer) -> Any:
     """The encoder's tokenizer; `ValueError` unless it is of the `tokenizers` library."""
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"encoder: expected a fast tokenizer, which knows the characters of tokens, got {type(tokenizer).__name__}"
-        )
+        raise ValueError(f"encoder: expected a fast tokenizer, got {type(tokenizer).__name__}")
     return tokenizer
 
 
@@ -288,10 +283,7 @@ def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Plac
     encoder.eval()
     features: Any = encoder.preprocess([text], prompt=prompt or None)
     if features["input_ids"].flatten().tolist() != places.ids:
-        raise ValueError(
-            "encoder: expected one that reads prompt and text as they are, got one that puts them into a template or "
-            "cuts them; use encoder.encode for whole texts"
-        )
+        raise ValueError("encoder: expected one that reads prompt and text as they are, without template or cuts")
     skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
     return encoder[0](batch_to_device(features, encoder.device))["token_embeddings"], skipped
 

@@ -50,10 +50,8 @@ def unwrapped(model: object) -> PreTrainedModel:
     parts = {part for inner in inside for part in inner.modules() if part is not inner}
     outermost = [inner for inner in inside if inner not in parts]
     if len(outermost) != 1:
-        raise TypeError(
-            f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
-            f"{len(outermost)} inside; pass the transformers model itself"
-        )
+        got = f"{type(model).__name__} with {len(outermost)} inside"
+        raise TypeError(f"model: expected a transformers PreTrainedModel, or a module around one, got {got}")
     return outermost[0]
 
 
@@ -188,10 +186,7 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
     if wanted is None:
         wanted = getattr(config, "output_attentions", False)
     if wanted and config._attn_implementation == NAME:  # a user may have set another one since
-        raise ValueError(
-            "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
-            "attention implementation to 'eager', to read weights"
-        )
+        raise ValueError("output_attentions: expected False, or model.set_attn_implementation('eager')")
 
 
 _OWN = "_fewkeys_own"

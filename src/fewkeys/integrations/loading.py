@@ -36,9 +36,7 @@ def load_model(name_or_dir: str | os.PathLike[str]) -> tuple[PreTrainedModel, Pr
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
-            raise ValueError(
-                f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); use an encoder or decoder-only model"
-            )
+            raise ValueError(f"name_or_dir: expected an encoder or a decoder, got the encoder-decoder {name}")
         model = _model(name, config, offline)
         tokenizer = _pretrained(
             "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
@@ -62,8 +60,8 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
 
         if _is_generator(config) and not is_sentence_transformer_model(name, local_files_only=offline):
             raise ValueError(
-                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
-                f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
+                f"name_or_dir: expected a model that makes embeddings, whose folder has modules.json, got {name}, a "
+                "decoder that predicts tokens"
             )
         options = {"use_safetensors": True, "dtype": torch.float32}
         fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"
@@ -105,9 +103,7 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     if path.is_file():
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
     if is_folder and not (path / "config.json").is_file():
-        raise ValueError(
-            f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder with one and safetensors"
-        )
+        raise ValueError(f"name_or_dir: {name} is not a model folder (it has no config.json)")
     offline = is_folder or _is_cached(name)
     return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 

@@ -103,22 +103,11 @@ _COMPUTING = _ADDING | {
 
 
 def key_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    config: object = None,
-    device: torch.device | None = None,
-    **_: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **options: Any
 ) -> Tensor:
     """Our mask, by the arguments of a mask function of transformers. `ValueError` for patterns it cannot express."""
-    is_causal, window = _pattern(mask_function, local_size, kv_offset + kv_length, config)
+    is_causal, window = _pattern(kv_offset + kv_length, **options)
+    attention_mask: Tensor | None = options.get("attention_mask")
     if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
@@ -131,9 +120,9 @@ def key_mask(
         real = None if bool(real.all()) else real
     if kv_offset and isinstance(kv_length, Length):
         _check_past(kv_length.held(), attention_mask, kv_offset + kv_length)
-    mask = entries(real, window, (batch_size, kv_length), device)
-    if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
-        mask = mask.contiguous()
+    mask = entries(real, window, (batch_size, kv_length), options.get("device"))
+    may_skip = options.get("allow_is_causal_skip", True) if is_causal else options.get("allow_is_bidirectional_skip")
+    mask = mask if may_skip else mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
@@ -155,7 +144,7 @@ def entries(real: Tensor | None, window: int | None, shape: tuple[int, int], dev
 
 
 def _pattern(
-    function: Callable[..., Any] | None, local_size: int | None, reach: int, config: object
+    reach: int, mask_function: object = None, local_size: int | None = None, config: object = None, **_: Any
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
@@ -163,12 +152,12 @@ def _pattern(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if function in (causal_mask_function, bidirectional_mask_function):
-        return function is causal_mask_function, None
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return mask_function is causal_mask_function, None
     name, parts = "", list[str]()
-    if inspect.isfunction(function):
-        inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
-        name, *parts = (part.__qualname__.partition(".")[0] for part in (function, *inner))
+    if inspect.isfunction(mask_function):
+        inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+        name, *parts = (part.__qualname__.partition(".")[0] for part in (mask_function, *inner))
     if local_size is not None and name == "and_masks":
         if parts[0] == "sliding_window_overlay":
             return True, local_size
@@ -177,16 +166,13 @@ def _pattern(
         if parts[0] == "chunked_overlay":
             if reach <= local_size:
                 return True, None
-            raise ValueError(
-                f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
-                f"supported, got {reach} tokens; use sequences of at most {local_size}"
-            )
+            raise ValueError(f"attention_chunk_size: expected at most {local_size} tokens, one chunk, got {reach}")
     if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
         return False, None if local_size is None else 2 * local_size - 1
     raise ValueError(
         "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
-        "(packed causal sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
-        "attention_mask (of a SentenceTransformer: encoder[0].unpad_inputs = False)"
+        "(packed causal sequences, blocks, a compiled cache); give each sequence its own row (of a "
+        "SentenceTransformer: encoder[0].unpad_inputs = False)"
     )
 
 
@@ -205,10 +191,7 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     if mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
         mask = mask == 0
     if mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask: {type(module).__name__} adds a bias to the scores, {tuple(mask.shape)}, such as one "
-            "for distances in an image, which no plan supports; use a model without one (ViT, DINOv2)"
-        )
+        raise ValueError(f"attention_mask: {type(module).__name__} adds a bias to the scores, which no plan supports")
     if mask.dtype not in DTYPES or mask.shape not in (shape, (shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1])):
         raise ValueError(
             f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "

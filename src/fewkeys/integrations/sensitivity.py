@@ -73,10 +73,7 @@ def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None,
     """
     output = result.get("logits", result.get("last_hidden_state"))
     if output is None:
-        raise ValueError(
-            f"gradients: expected a model that returns logits or last hidden states, got {sorted(result)} of "
-            f"{type(model).__name__}; capture without gradients, or a part of the model"
-        )
+        raise ValueError(f"gradients: expected a model that returns logits or last hidden states, got {sorted(result)}")
     shape = tuple(output.shape[:2])
     has_decoder = has_two_parts(model) and part != "encoder"
     mask = batch.get("decoder_attention_mask" if has_decoder else "attention_mask")

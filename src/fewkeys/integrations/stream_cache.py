@@ -218,9 +218,7 @@ def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, An
     if not isinstance(cache, StreamCache):
         return
     if kwargs.get("use_cache") is False:
-        raise ValueError(
-            "use_cache: expected True with a cache of fewkeys, got False, perhaps by the configuration; pass True"
-        )
+        raise ValueError("use_cache: expected True with a cache of fewkeys, got False; pass use_cache=True")
     begins_again = cache.get_seq_length() > 0 and isinstance(places, Tensor) and not bool(places[..., 0].any())
     if begins_again and bool(cache.layers[0].calls[0].key_mask().any()):
         raise ValueError(

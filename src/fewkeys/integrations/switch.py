@@ -40,10 +40,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
     for part in parts.values():  # the outermost of each configuration
         if not part._can_set_attn_implementation() and not any(map(is_mpnet, part.modules())):
-            raise ValueError(
-                f"model: {type(part).__name__} does not let its attention implementation be set, so its attention "
-                "cannot be replaced"
-            )
+            raise ValueError(f"model: {type(part).__name__} does not let its attention implementation be set")
     for config in configs:  # the list grows
         configs += [inner for name in config.sub_configs if (inner := getattr(config, name, None)) is not None]
     return list({id(config): config for config in configs}.values())

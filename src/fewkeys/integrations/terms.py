@@ -47,8 +47,8 @@ def check_honoured(module: nn.Module, options: Mapping[str, Any], has_stream: bo
     for name, value in options.items():
         if name not in honoured and value is not None and value is not False:
             raise ValueError(
-                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
-                "does not support; use a model or a call without it, or model.set_attn_implementation('eager')"
+                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys does not "
+                "support; call without it, or model.set_attn_implementation('eager')"
             )
 
 
@@ -82,10 +82,7 @@ def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
     by_distance = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
     queries, keys = bias.shape[2:]
     if not by_distance or not 0 <= offset <= max(0, keys - 1):
-        raise ValueError(
-            "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
-            f"another, {tuple(bias.shape)}, which no plan supports"
-        )
+        raise ValueError("position_bias: expected a bias that depends on the distance alone, as plans support it")
     line = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # from the last query to the last key
     before, after = offset + queries - 1, keys - 1 - offset
     table = pad(line, (max(0, after - before), max(0, before - after)), mode="replicate")

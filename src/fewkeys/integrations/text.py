@@ -25,9 +25,7 @@ def batches(
     before, after = _specials(tokenizer)
     inside = length - len(before) - len(after)
     if inside < 1:
-        raise ValueError(
-            f"length: expected room beside {len(before) + len(after)} special tokens, got {length}; choose more"
-        )
+        raise ValueError(f"length: expected more than {len(before) + len(after)} special tokens, got {length}")
     tokens = _tokens(texts, tokenizer, inside * sequences)
     count = len(tokens) // inside
     if count == 0:

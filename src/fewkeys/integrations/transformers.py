@@ -114,14 +114,11 @@ class ByPlan:
         if inputs.window is not None:
             plans, guard = (Plan(Window(inputs.window), exact_if_faster=True),), None
         if not plans:
-            raise ValueError(
-                f"plan: expected a sliding window in layer {layer}, got a call without; pass a plan for every layer"
-            )
-        if plain(inputs) and window_has_gaps(inputs):
-            return None
-        if guard is None and plain(inputs):  # `attention` counts calls with a guard
-            rows = (inputs.query, inputs.key, inputs.value)
-            if gives_way(plans, rows, inputs.is_causal, inputs.query_offset, self.impl):
+            raise ValueError(f"plan: expected one for layer {layer}, whose call has no window; pass one for each layer")
+        if plain(inputs):
+            rows, how = (inputs.query, inputs.key, inputs.value), (inputs.is_causal, inputs.query_offset, self.impl)
+            # `attention` counts calls with a guard.
+            if window_has_gaps(inputs) or (guard is None and gives_way(plans, rows, *how)):
                 return None
         inputs = inputs.apart() if layer in self.cross else inputs
         return attend(inputs, plans, impl=self.impl, generator=self.generator, max_error=guard)
