@@ -93,7 +93,9 @@ def capture(
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if not captured or (part in ("decoder", "cross") and "decoder" not in parts):
                     also = " and a decoder with causal self-attention" if part else ""
-                    raise ValueError(f"model: expected layers without a sliding window{also}, got {type(model).__name__}")
+                    raise ValueError(
+                        f"model: expected layers without a sliding window{also}, got {type(model).__name__}"
+                    )
                 if sensitivity is not None:
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
@@ -191,7 +193,7 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
     inputs, is_text = batch.get(name), name == "input_ids"
     is_right_kind = isinstance(inputs, Tensor) and inputs.numel() and inputs.is_floating_point() != is_text
     if not is_right_kind or (is_text and inputs.ndim != 2):
-        kind = "integers as input_ids (sequences, tokens)" if is_text else f"floating {name}"
+        kind = "input_ids of integers (sequences, tokens)" if is_text else f"floating {name}"
         raise ValueError(f"batches: expected {kind} in batch {index}, got {describe(inputs)}")
     if is_text:
         _check_ids(model, inputs, index)

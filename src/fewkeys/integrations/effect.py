@@ -36,25 +36,23 @@ def judge_model(
     Cost: a pass per batch and plan, and an exact one per batch. Memory: the hidden states of one batch.
     """
     model = unwrapped(model)
-    pooled: list[list[Tensor]] = [[] for _ in entries]
-    tokens = torch.zeros(len(entries), dtype=torch.float64, device="cpu")
-    count = 0
+    cosines: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in entries]
     generators = [entry.generator(f"{seed}/model", model.device) for entry in entries]
     for index, batch in enumerate(batches):
         arguments = batch_arguments(model, batch, index)
         states, real = _exact_states(model, arguments)
-        count += int(real.sum())
         done(len(states))
-        for i, entry in enumerate(entries):
-            with apply(model, entry.plan.never_exact(), impl=impl, generator=generators[i]):
+        for entry, generator, (pooled, single) in zip(entries, generators, cosines, strict=True):
+            with apply(model, entry.plan.never_exact(), impl=impl, generator=generator):
                 approximate = _states(model, arguments)
-            pooled[i].append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
-            tokens[i] += cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).sum().cpu()
+            pooled.append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
+            single.append(cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).cpu())
             done(len(states))
-    if count == 0:
-        raise ValueError("batches: expected at least one batch with a valid token, got none; pass the captured batches")
-    for entry, cosines, total in zip(entries, map(torch.cat, pooled), tokens, strict=True):
-        entry.effect = Effect(float(cosines.mean()), float(cosines.min()), float(total / count))
+    for entry, parts in zip(entries, cosines, strict=True):
+        if not any(map(Tensor.numel, parts[1])):
+            raise ValueError("batches: expected at least one batch with a valid token; pass the captured batches")
+        pooled, single = map(torch.cat, parts)
+        entry.effect = Effect(float(pooled.mean()), float(pooled.min()), float(single.mean()))
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

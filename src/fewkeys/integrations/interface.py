@@ -46,13 +46,11 @@ def unwrapped(model: object) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
-    parts = {part for inner in inside for part in inner.modules() if part is not inner}
-    outermost = [inner for inner in inside if inner not in parts]
-    if len(outermost) != 1:
-        got = f"{type(model).__name__} with {len(outermost)} inside"
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]  # the outermost is first
+    if not inside or not set(inside).issubset(inside[0].modules()):
+        got = f"{type(model).__name__} with {len(inside)} inside"
         raise TypeError(f"model: expected a transformers PreTrainedModel, or a module around one, got {got}")
-    return outermost[0]
+    return inside[0]
 
 
 def has_two_parts(model: PreTrainedModel) -> bool:

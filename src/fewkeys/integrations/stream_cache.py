@@ -95,12 +95,11 @@ class StreamLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.calls, self.answered = [self.new_stream()], 1
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         for stream in self.calls:
             stream.select(indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = self.calls[0].batch
@@ -188,9 +187,7 @@ class StreamCache(Cache):
         place, restored = "", list[list[Stream]]()
         try:
             contents = files.read(path, self._kind)
-            size, remainder = divmod(len(contents), len(self.layers))
-            if remainder or not size:
-                raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
+            size = len(contents) // len(self.layers)
             for number, layer in enumerate(self.layers):
                 place, of_layer = f"layer {number}: ", contents[number * size : (number + 1) * size]
                 restored.append([layer.new_stream().restore(*content, self._model.device) for content in of_layer])
