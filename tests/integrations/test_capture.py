@@ -341,7 +341,7 @@ def test_decoders_that_are_not_causal():
     }
     more = {"use_timm_backbone": False, "backbone_config": ResNetConfig(**stages), "d_model": 16, "num_queries": 9}
     model = DetrModel(DetrConfig(**sizes, **more)).eval()
-    for part, said in {"decoder": "causal self-attention", "cross": "causal", "encoder": "reads pixel_values"}.items():
+    for part, said in {"decoder": "a causal decoder", "cross": "a causal", "encoder": "reads pixel_values"}.items():
         with pytest.raises(ValueError, match=rf"^(part|model): expected .* {said}.* DetrModel"):
             capture(model, [torch.randn(1, 3, 64, 64)], part=part)
 

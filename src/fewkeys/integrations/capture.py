@@ -92,10 +92,8 @@ def capture(
         with closing(projections):
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
                 if not captured or (part in ("decoder", "cross") and "decoder" not in parts):
-                    also = " and a decoder with causal self-attention" if part else ""
-                    raise ValueError(
-                        f"model: expected layers without a sliding window{also}, got {type(model).__name__}"
-                    )
+                    wanted = f"layers without a sliding window{' and a causal decoder' if part else ''}"
+                    raise ValueError(f"model: expected {wanted}, got {type(model).__name__}")
                 if sensitivity is not None:
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
@@ -149,10 +147,7 @@ def exact_passes(
         if inputs.sink is not None or (cap is not None and weights != Softcap(cap)):
             feature = f"scores capped at {cap}, without weights=fewkeys.weights.Softcap({cap})"
             feature = "a learned sink" if inputs.sink is not None else feature
-            raise ValueError(
-                f"model: {type(module).__name__} has {feature}, which captures do not support; compare the model's "
-                "outputs under fewkeys.apply"
-            )
+            raise ValueError(f"model: {type(module).__name__} has {feature}, which captures do not support")
         if part == "cross":
             every = torch.ones_like(inputs.query[:, 0, :, 0], dtype=torch.bool)
             inputs = replace(inputs, query_mask=every if query_mask is None else query_mask)
@@ -190,7 +185,8 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
     batch = {name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping):
         raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
-    inputs, is_text = batch.get(name), name == "input_ids"
+    inputs: Any = batch.get(name)
+    is_text = name == "input_ids"
     is_right_kind = isinstance(inputs, Tensor) and inputs.numel() and inputs.is_floating_point() != is_text
     if not is_right_kind or (is_text and inputs.ndim != 2):
         kind = "input_ids of integers (sequences, tokens)" if is_text else f"floating {name}"

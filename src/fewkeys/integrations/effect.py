@@ -51,8 +51,8 @@ def judge_model(
     for entry, parts in zip(entries, cosines, strict=True):
         if not any(map(Tensor.numel, parts[1])):
             raise ValueError("batches: expected at least one batch with a valid token; pass the captured batches")
-        pooled, single = map(torch.cat, parts)
-        entry.effect = Effect(float(pooled.mean()), float(pooled.min()), float(single.mean()))
+        of_texts, of_tokens = map(torch.cat, parts)
+        entry.effect = Effect(float(of_texts.mean()), float(of_texts.min()), float(of_tokens.mean()))
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

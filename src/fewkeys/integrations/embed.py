@@ -80,10 +80,8 @@ def late_chunks(
     places = read_tokens(encoder, before, text)
     limit = longest(encoder)
     if limit is not None and len(places.ids) > limit:
-        raise ValueError(
-            f"text: expected at most {limit} tokens in one pass of the encoder, got {len(places.ids)}; embed the parts "
-            "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
-        )
+        got = f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives"
+        raise ValueError(f"text: expected at most {limit} tokens in one pass of the encoder, got {got}")
     spans, ranges = places.chunked(chunks)
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
@@ -100,12 +98,11 @@ def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
 
     It is zero in layers that exact attention answered; layers with a sliding window do not count.
     """
-
-    def total(layer: Fallbacks) -> float:
-        return (layer.error or 0.0) * layer.checked
-
-    layers = [(old, new) for old, new in zip(before, after, strict=True) if new.calls > old.calls]
-    means = [(total(new) - total(old)) / max(1, new.checked - old.checked) for old, new in layers]
+    means = []
+    for old, new in zip(before, after, strict=True):
+        if new.calls > old.calls:
+            total = (new.error or 0.0) * new.checked - (old.error or 0.0) * old.checked
+            means.append(total / max(1, new.checked - old.checked))
     return sum(means) / max(1, len(means))
 
 
@@ -124,10 +121,8 @@ def split(
     around = len(places.ids) - (places.stop - places.start)
     room = limit - around
     if room < 1:
-        raise ValueError(
-            f"encoder.max_seq_length: expected room for text beside {around} tokens of prompt and special ones, "
-            f"got {limit}; raise it up to the model's positions, or shorten the prompt"
-        )
+        beside = f"{around} tokens of prompt and special ones"
+        raise ValueError(f"encoder.max_seq_length: expected room for text beside {beside}, got {limit}; raise it")
     starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]]
     # A part may have more tokens alone than within the text: then one more part makes all of them shorter.
     for parts in range(-(-len(starts) // room), len(starts) + 1):
@@ -204,7 +199,7 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
     if chunks is not None and not modes <= set(OVER_TOKENS):
         raise ValueError(
             f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
-            "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
+            "which means nothing for a part of a text"
         )
     return pooling[0]
 

@@ -60,8 +60,8 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
 
         if _is_generator(config) and not is_sentence_transformer_model(name, local_files_only=offline):
             raise ValueError(
-                f"name_or_dir: expected a model that makes embeddings, whose folder has modules.json, got {name}, a "
-                "decoder that predicts tokens"
+                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens; "
+                "name one whose folder has modules.json"
             )
         options = {"use_safetensors": True, "dtype": torch.float32}
         fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"

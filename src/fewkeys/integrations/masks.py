@@ -42,13 +42,9 @@ class Keys(NamedTuple):
         keys = key.shape[2]
         if self.real is not None and not self.is_causal and self.window is None:
             return self.real[:, None, None, :].expand(-1, 1, queries, keys)
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=key.device)
-        offset = keys - queries if self.is_causal else 0
-        if self.window is not None:
-            first = offset - (self.window - 1 if self.is_causal else self.window // 2)
-            seen = seen.triu(first).tril(first + self.window - 1)
-        elif self.is_causal:
-            seen = seen.tril(offset)
+        offset, size = keys - queries if self.is_causal else 0, self.window or 2 * (queries + keys)
+        first = offset - (size - 1 if self.is_causal else size // 2)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=key.device).triu(first).tril(first + size - 1)
         return seen[None, None] if self.real is None else seen & self.real[:, None, None, :]
 
 
@@ -188,10 +184,10 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     mask = mask.as_subclass(Tensor)
-    if mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
-        mask = mask == 0
     if mask.is_floating_point():
-        raise ValueError(f"attention_mask: {type(module).__name__} adds a bias to the scores, which no plan supports")
+        if not bool(((mask == 0) | (mask <= LOWEST)).all()):
+            raise ValueError(f"attention_mask: {type(module).__name__} adds a bias to the scores, which no plan has")
+        mask = mask == 0
     if mask.dtype not in DTYPES or mask.shape not in (shape, (shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1])):
         raise ValueError(
             f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "

@@ -99,7 +99,7 @@ class StreamLayer(CacheLayerMixin):
         for stream in self.calls:
             stream.select(indices)
 
-    reorder_cache = batch_select_indices
+    reorder_cache = batch_select_indices  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = self.calls[0].batch
