@@ -35,11 +35,10 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
         leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
     Returns:
-        A transformers `Cache` for `past_key_values=`. It supports left-padded batches, grouped queries, chunks, several
-        turns, beam search, repeated or selected sequences, assisted and prompt-lookup decoding. `crop` can go back
-        to 24 tokens before the most that the cache has held, to the beginning of a block, and to none; otherwise it
-        raises. `memory()` is the number of its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` continue
-        a conversation later. No gradients.
+        A transformers `Cache` for `past_key_values=`, with left-padded batches, grouped queries, chunks, several turns,
+        beam search, assisted and prompt-lookup decoding. `crop` can go back to 24 tokens before the most that the cache
+        has held, to the beginning of a block, and to none; otherwise it raises. `memory()` is the number of its bytes,
+        `copy.deepcopy` forks it, `save(path)` and `load(path)` continue a conversation later. No gradients.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a

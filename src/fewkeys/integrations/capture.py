@@ -45,8 +45,8 @@ def capture(
     """Run `model` on `batches` and keep query, key, value and output projection of every attention layer on disk.
 
     Args:
-        batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them. Models
-            of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
+        batches: input_ids (B, N), or what the model reads instead, such as pixel_values or input_features; or mappings
+            with them, as a tokenizer or `SentenceTransformer.preprocess` returns.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
         weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Comparisons and
             tuning judge by softmax even so.
@@ -110,10 +110,8 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     attention_modules(model)
     alone = (None, "encoder") if model.config.is_encoder_decoder else (None,)
     if part not in (get_args(Part) if has_two_parts(model) else alone):
-        raise ValueError(
-            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
-            f"{part!r} for a {type(model).__name__}; or pass its encoder"
-        )
+        kinds = "'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models"
+        raise ValueError(f"part: expected {kinds}, got {part!r} for a {type(model).__name__}")
     name = model.main_input_name
     if part == "encoder" and name not in inspect.signature(model.get_encoder().forward).parameters:
         raise ValueError(f"part: expected an encoder that reads {name}, got that of a {type(model).__name__}")
@@ -247,8 +245,7 @@ class ProjectionFinder:
         if self._last is None or not arguments or not isinstance(arguments[0], Tensor):
             return
         (layer, output), hidden, weight = self._last, arguments[0], module.weight
-        if hidden.data_ptr() != output.data_ptr() or hidden.numel() != output.numel() or not isinstance(weight, Tensor):
-            return
-        matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
-        if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
-            self.matrices[layer] = matrix
+        if hidden.data_ptr() == output.data_ptr() and hidden.numel() == output.numel() and isinstance(weight, Tensor):
+            matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
+            if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
+                self.matrices[layer] = matrix

@@ -68,10 +68,8 @@ def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         states = _states(model, arguments)
     real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if masks[-1] is None else masks[-1]
     if real.shape != states.shape[:2]:
-        raise ValueError(
-            f"batches: expected padding of the {states.shape[1]} states that {type(model).__name__} returns, got "
-            f"padding of {real.shape[1]} keys of its last attention; pass sequences of one length, without a mask"
-        )
+        wanted = f"padding of the {states.shape[1]} states that {type(model).__name__} returns"
+        raise ValueError(f"batches: expected {wanted}, got that of {real.shape[1]} keys; pass sequences of one length")
     return states, real
 
 

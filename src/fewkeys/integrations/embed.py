@@ -197,10 +197,8 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
     mode = pooling[0].pooling_mode
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
-        raise ValueError(
-            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
-            "which means nothing for a part of a text"
-        )
+        got = f"{', '.join(sorted(modes))}, which means nothing for a part of a text"
+        raise ValueError(f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {got}")
     return pooling[0]
 
 

@@ -64,10 +64,8 @@ def attention_modules(model: object) -> list[nn.Module]:
     asking = set(filter(_asks_interface, {type(module) for module in model.modules()}))
     modules = [module for module in model.modules() if mpnet.is_mpnet(module) or type(module) in asking]
     if not modules or model.config.model_type == "informer":  # some of its layers compute with the mask
-        raise ValueError(
-            f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            "be replaced; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
-        )
+        fix = "use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
+        raise ValueError(f"model: {type(model).__name__} does not use transformers' attention interface; {fix}")
     return modules
 
 

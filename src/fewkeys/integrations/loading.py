@@ -38,9 +38,7 @@ def load_model(name_or_dir: str | os.PathLike[str]) -> tuple[PreTrainedModel, Pr
         if config.is_encoder_decoder:
             raise ValueError(f"name_or_dir: expected an encoder or a decoder, got the encoder-decoder {name}")
         model = _model(name, config, offline)
-        tokenizer = _pretrained(
-            "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
-        )
+        tokenizer = _pretrained("AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer
@@ -136,10 +134,8 @@ def _model(name: str, config: PreTrainedConfig, offline: bool) -> Any:
     what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
     model, info = _pretrained(factory, name, offline, what, fix, **options)
     if missing := [key for key in info["missing_keys"] if "pooler" not in key]:
-        raise ValueError(
-            f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
-            f"the first {min(missing)!r}; fetch the model again"
-        )
+        lack = f"lack {len(missing)} tensors of {type(model).__name__}, the first {min(missing)!r}"
+        raise ValueError(f"name_or_dir: the weights of {name} {lack}; fetch the model again")
     with _in_one_line(f"name_or_dir: {name} cannot be used"):
         attention_modules(model)
         if model.main_input_name != "input_ids":

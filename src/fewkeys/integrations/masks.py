@@ -76,10 +76,8 @@ class KeyMask(Tensor):
         elif all(arg.ndim == 4 and arg.dtype == torch.bool for arg in tree_leaves(args) if isinstance(arg, KeyMask)):
             with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
                 return func(*args, **kwargs)
-        raise ValueError(
-            "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
-            f"({name}), which no plan supports; use another model"
-        )
+        got = f"one that computes with it ({name}), which no plan supports"
+        raise ValueError(f"attention_mask: expected a model that passes its mask on unchanged, got {got}")
 
 
 def _is_of_last_queries(index: Any) -> bool:
@@ -105,10 +103,8 @@ def key_mask(
     is_causal, window = _pattern(kv_offset + kv_length, **options)
     attention_mask: Tensor | None = options.get("attention_mask")
     if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
-        raise ValueError(
-            f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
-            f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
-        )
+        got = f"{kv_length} slots for {int(q_offset) + q_length} tokens"
+        raise ValueError(f"past_key_values: expected DynamicCache, no static or preallocated cache, got {got}")
     real = None
     if attention_mask is not None:
         real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool().contiguous()
@@ -189,10 +185,8 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
             raise ValueError(f"attention_mask: {type(module).__name__} adds a bias to the scores, which no plan has")
         mask = mask == 0
     if mask.dtype not in DTYPES or mask.shape not in (shape, (shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1])):
-        raise ValueError(
-            f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-            "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
-        )
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}; pass the tokenizer's, not one prepared for each query"
+        raise ValueError(f"attention_mask: expected padding of shape {shape}, got {got}")
     return _decoded(mask.expand(shape[0], *mask.shape[1:]))
 
 

@@ -84,10 +84,8 @@ class Pipeline:
             if text.count(_MARK) == marks:
                 before, _, after = text.rpartition(_MARK)
                 return before, after, False
-        raise ValueError(
-            "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is; set "
-            "tokenizer.chat_template to one, or to None for plain prompts"
-        )
+        wanted = "that puts the user's message into the prompt once, as it is, or None for plain prompts"
+        raise ValueError(f"tokenizer: expected a chat template {wanted}")
 
     def _ids(self, text: str, special: bool) -> Any:
         """Token ids (1, N)."""

@@ -82,9 +82,7 @@ def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None,
     if labels is None:
         return real
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
-        raise ValueError(
-            f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {describe(labels)}"
-        )
+        raise ValueError(f"labels: expected integers of shape {shape}, one for each token, got {describe(labels)}")
     labelled = labels.cpu() != IGNORED
     if not has_decoder and is_causal:
         labelled = torch.cat([labelled[:, 1:], torch.zeros_like(labelled[:, :1])], 1)

@@ -60,19 +60,16 @@ class StreamLayer(CacheLayerMixin):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Append the tokens to a stream and return the outputs of their queries."""
         if not plain(inputs) or inputs.window != self.window:
-            raise ValueError(
-                "model: its attention has capped scores, learned sinks, a distance bias, or a window other than in its "
-                "configuration, which no stream supports; use fewkeys.apply and the model's own cache"
-            )
+            has = "capped scores, learned sinks, a distance bias, or a window other than in its configuration"
+            raise ValueError(f"model: its attention has {has}, which no stream supports; use fewkeys.apply")
         if self.answered == len(self.calls):
             self.calls.append(self.new_stream())
         stream = self.calls[self.answered]
         if stream.length != self._length:
             raise ValueError("past_key_values: expected as many attention calls of a layer as for the tokens before")
         if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
-            real = inputs.key_mask
-            if real is None:
-                real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
+            every = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
+            real = every if inputs.key_mask is None else inputs.key_mask
             if has_interior_padding(torch.cat([stream.key_mask(), real], 1) if stream.length else real):
                 raise gaps_error(self.window)
         self.answered += 1
@@ -144,19 +141,17 @@ class StreamCache(Cache):
         if layer_idx == 0:  # of a model that has made no mask
             self._check_lengths()
         if not self._attached.alive or not self.layers[layer_idx - 1].answered:
-            raise ValueError(
-                "past_key_values: expected an open cache of this model, whose attention uses fewkeys, got one that was "
-                "closed, or attention that did not use it for the last tokens; make another cache"
-            )
+            got = "a closed one, or attention without fewkeys for the last tokens"
+            raise ValueError(f"past_key_values: expected an open cache of this model, got {got}; make another")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_lengths(self) -> None:
         """Raise `ValueError` where an earlier call stopped between two layers."""
         lengths = {stream.length for stream in self._streams}
         if len(lengths) > 1:
+            got = f"{sorted(lengths)} tokens, as a call before did not reach its end"
             raise ValueError(
-                f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
-                "before did not reach its end; remove its tokens by crop(0), or all by reset()"
+                f"past_key_values: expected the same tokens in all layers, got {got}; crop(0) removes them"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -218,7 +213,5 @@ def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, An
         raise ValueError("use_cache: expected True with a cache of fewkeys, got False; pass use_cache=True")
     begins_again = cache.get_seq_length() > 0 and isinstance(places, Tensor) and not bool(places[..., 0].any())
     if begins_again and bool(cache.layers[0].calls[0].key_mask().any()):
-        raise ValueError(
-            "position_ids: expected places after those of the tokens in the cache, got the first place again; use an "
-            "empty cache with prompt_lookup_num_tokens or assistant_model, which pass all tokens again"
-        )
+        fix = "prompt_lookup_num_tokens and assistant_model, which pass all tokens again, need an empty cache"
+        raise ValueError(f"position_ids: expected places after those of the tokens in the cache, got the first; {fix}")

@@ -128,10 +128,8 @@ def window_has_gaps(inputs: AttentionInputs) -> bool:
 
 def gaps_error(window: int) -> ValueError:
     """The error of a window that would count padding."""
-    return ValueError(
-        "attention_mask: expected padding at the ends of a sequence, got some between its tokens, which this model's "
-        f"window of {window} tokens would count; move the padding to one end"
-    )
+    what = f"got some between its tokens, which this model's window of {window} tokens would count"
+    return ValueError(f"attention_mask: expected padding at the ends of a sequence, {what}")
 
 
 def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
@@ -160,10 +158,8 @@ def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable
     lengths = starts.diff()
     is_row = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
     if not is_row or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
-        raise ValueError(
-            f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, no padding or distance bias, "
-            f"got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row and attention_mask"
-        )
+        wanted = f"places from 0 to the {tokens} tokens of one row, without padding and distance bias"
+        raise ValueError(f"cu_seq_lens_q: expected {wanted}, got {starts.tolist()} for {inputs.query.shape[0]} rows")
     real = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
 
     def in_rows(packed: Tensor) -> Tensor:
