@@ -301,10 +301,10 @@ def test_a_cache_whose_model_went_elsewhere_says_so_at_once():
     logits(model, ids, [30], closed)
     logits(model, ids, [30], switched)
     closed.close()
-    with pytest.raises(ValueError, match=r"^past_key_values: expected a cache that is open"):
+    with pytest.raises(ValueError, match=r"^past_key_values: expected an open cache"):
         logits(model, ids, [1], closed)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"^past_key_values: expected a cache that is open"):
+    with pytest.raises(ValueError, match=r"^past_key_values: expected an open cache"):
         logits(model, ids, [1], switched)
 
 
@@ -332,7 +332,7 @@ def test_a_mask_of_the_new_tokens_alone_is_refused():
     model, ids = llama(), tokens(2, 30)
     cache = fk.cache(model, FEW)
     logits(model, ids, [25], cache)
-    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all 30 tokens so far, .* got one of 5"):
+    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all 30 tokens so far"):
         model(ids[:, 25:], attention_mask=torch.ones(2, 5), past_key_values=cache)
 
 
@@ -342,17 +342,10 @@ LEFT, MORE, INSIDE = ((0, 0, 0, 1, 1, 1), (0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 0, 1)
 
 @pytest.mark.parametrize("plan", [FEW, SMALL_SCAN, (SMALL_SCAN, FEW)], ids=["recent", "scan", "heads"])
 @pytest.mark.parametrize(
-    ("first", "second", "got"),
-    [
-        (None, LEFT, "3 entries that changed"),
-        (LEFT, None, "no mask"),
-        (LEFT, (1,) * 6, "3 entries that changed"),
-        (LEFT, MORE, "1 entries that changed"),
-        (INSIDE, LEFT, "1 entries that changed"),
-    ],
+    ("first", "second"), [(None, LEFT), (LEFT, None), (LEFT, (1,) * 6), (LEFT, MORE), (INSIDE, LEFT)]
 )
 @torch.no_grad()
-def test_padding_of_earlier_tokens_stays_as_it_was(plan, first, second, got):
+def test_padding_of_earlier_tokens_stays_as_it_was(plan, first, second):
     """The streams cannot take it back. A mask for tokens to come is longer."""
 
     def mask(of_first):
@@ -362,7 +355,7 @@ def test_padding_of_earlier_tokens_stays_as_it_was(plan, first, second, got):
     cache, other = (fk.cache(model, [plan] * 3) for _ in range(2))
     for one in (cache, other):
         model(ids[:, :6], attention_mask=mask(first), past_key_values=one)
-    with pytest.raises(ValueError, match=f"^attention_mask: expected the padding of the 6 tokens .* got {got}"):
+    with pytest.raises(ValueError, match=r"^attention_mask: expected one .* the padding of the 6 tokens .* as it was"):
         model(ids[:, 6:], attention_mask=mask(second), past_key_values=cache)
     want = model(ids[:, 6:], attention_mask=mask(first), past_key_values=other).logits
     cache.batch_select_indices(torch.tensor([1, 0]))
@@ -566,7 +559,7 @@ def test_the_model_gets_its_attention_back():
 def test_the_cache_of_another_model_is_refused():
     model, other = llama(), llama()
     cache = fk.cache(model, FEW)
-    with pytest.raises(ValueError, match=r"^past_key_values: .*the model it was made for"):
+    with pytest.raises(ValueError, match=r"^past_key_values: expected an open cache of this model"):
         logits(other, tokens(2, 8), [8], cache)
 
 

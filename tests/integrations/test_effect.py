@@ -176,7 +176,7 @@ def test_states_that_cannot_be_compared_are_refused():
     ids = [torch.randint(1, 50, (2, 24))]
     for model, batches, said in (
         (adapted, sounds, r"^batches: expected padding of the \d+ states .*; pass sequences of one length"),
-        (vectors, ids, r"^model: expected one that returns last_hidden_state \(B, N, H\), got .* DPRQuestionEncoder; "),
+        (vectors, ids, r"^model: expected one that returns last_hidden_state \(B, N, H\), got .* DPRQuestionEncoder$"),
     ):
         with pytest.raises(ValueError, match=said):
             compare(capture(model, batches), fk.Plan(), model=model, batches=batches)

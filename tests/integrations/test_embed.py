@@ -444,7 +444,11 @@ BAD = {
     "no such prompt": (["--prompt-name", "x"], "0.txt", "--prompt-name: expected one of .*'query'.*, got 'x'"),
     "two prompts": (["--prompt-name", "x", "--prompt", "y"], "0.txt", "not allowed with argument"),
     "two plans": (["--slots", "8", "--plan", "x"], "0.txt", "not allowed with argument"),
-    "a prompt that is no text": (["--prompt", "\udce9"], "0.txt", "--prompt: expected text that UTF-8 can hold, got a"),
+    "a prompt that is no text": (
+        ["--prompt", "\udce9"],
+        "0.txt",
+        "'utf-8' codec can't encode .* surrogates not allowed",
+    ),
     "no such plan": (
         ["--plan", "nowhere"],
         "sub/marked.txt",

@@ -147,8 +147,6 @@ def test_parts_begin_with_words_where_there_are_any(text, encoder):
         (TEXT, "ab", {}, r"^chunks: expected a number of tokens, spans .*, got 'ab'$"),
         (TEXT, [(0,)], {}, r"^chunks: expected a number of tokens, spans .*, got \[\(0,\)\]$"),
         (TEXT, [(3, 3)], {}, r"^chunks: expected spans .* got \(3, 3\) without one"),
-        (TEXT, [(-1, 9)], {}, rf"^chunks: expected spans within the {len(TEXT)} characters of the text, got \(-1, 9\)"),
-        (TEXT, [(0, 9), (9, 10**6)], {}, r"^chunks: expected spans within .* got \(9, 1000000\)"),
         (TEXT, 5, {"prompt_name": "other"}, r"^prompt_name: expected one of .*'query'.*, got 'other'"),
         (TEXT, 5, {"prompt": 5}, r"^prompt: expected a str, got int"),
         (TEXT, 5, {"prompt_name": "query", "prompt": "a"}, r"^prompt, prompt_name: expected at most one"),

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("transformers")
 
 import huggingface_hub
-from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -62,11 +61,11 @@ def llama(tmp_path):
     return save(LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16(), tmp_path / "llama")
 
 
-def refused(name, said, **more):
+def refused(name, said):
     """The one line that `name` is refused with."""
     start = time.perf_counter()
     with pytest.raises(ValueError, match=said) as caught:
-        load_model(name, **more)
+        load_model(name)
     assert time.perf_counter() - start < 20
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -104,7 +103,6 @@ def test_a_generator(llama, capfd):
     assert tokenizer.pad_token == "</s>"
     batch = tokenizer(["w1 w2 w3", "w4"], padding=True, return_tensors="pt")
     assert model(input_ids=batch["input_ids"]).logits.shape == (2, 3, 60)
-    assert load_model(str(llama), dtype=torch.bfloat16)[0].dtype == torch.bfloat16
 
 
 def test_each_kind_of_model(tmp_path, capfd):
@@ -133,14 +131,8 @@ def test_folders_that_are_not_models(tmp_path, llama):
     refused(llama / "config.json", "is a file; name its folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"not a model folder \(it has no config\.json\)")
-    (tmp_path / "empty" / "model.gguf").touch()
-    refused(tmp_path / "empty" / "model.gguf", r"got a GGUF file, .*; name the model's folder with safetensors")
-    refused(tmp_path / "empty", r"holds GGUF \(model\.gguf\) and no config\.json; name the model's folder with")
     with pytest.raises(TypeError, match="name_or_dir: expected a folder or a hub id, got int"):
         load_model(3)
-    refused(llama, "device: expected a torch device", device="toaster")
-    if not torch.cuda.is_available():
-        refused(llama, "device: cannot move", device="cuda")
 
 
 def test_damaged_folders(llama):
@@ -183,19 +175,11 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, capfd):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    said = refused("nobody-here/no-model-0", "the hub cannot be reached")
-    assert "pass its folder" in said
+    said = refused("nobody-here/no-model-0", r"no folder .*cannot be reached: Name or service not known; check")
+    assert "pass the folder" in said
     assert asked
     assert asked[0] <= 10
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_name_the_hub_does_not_know(monkeypatch):
-    def unknown(self, name, *, timeout):
-        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unknown)
-    refused("nobody-here/no-model-0", "no hub model is called 'nobody-here/no-model-0'")
 
 
 def test_a_folder_asks_no_network(llama, monkeypatch):

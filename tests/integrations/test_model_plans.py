@@ -85,10 +85,8 @@ def test_questions_about_a_context(chats):
     assert model.config._attn_implementation != "fewkeys"
     with pytest.raises(ValueError, match=r"^question, questions: expected one of the two"):
         ask("a context")
-    with pytest.raises(ValueError, match=r"^model: expected a decoder that generates text, got BertModel"):
+    with pytest.raises(ValueError, match=r"^model: expected one that generates text, got BertModel"):
         fk.pipeline(bert(), letters, every)
-    with pytest.raises(TypeError, match=r"^tokenizer: expected the model's tokenizer, got NoneType; load it by"):
-        fk.pipeline(model, None, every)
 
 
 ROUND = "{% for message in messages %}<u>{{ message.content }}</u>{% endfor %}"
@@ -120,10 +118,10 @@ def test_what_is_no_text_is_refused(template, monkeypatch):
     monkeypatch.setattr(chat_tokenizer(), "chat_template", template)
     ask = fk.pipeline(llama(), chat_tokenizer(), fk.budget(16, is_causal=True))
     for context, asked in [(["one", "two"], {"question": "who?"}), (3, {"questions": ["who?"]})]:
-        with pytest.raises(TypeError, match=r"^context: expected a text, got (list|int); pass one context"):
+        with pytest.raises(TypeError, match=r"^context, question, questions: expected texts"):
             ask(context, **asked)
     for asked in ({"question": ["who?", "when?"]}, {"questions": ["who?", None]}):
-        with pytest.raises(TypeError, match=r"^question: expected a text, got (list|NoneType); .* questions="):
+        with pytest.raises(TypeError, match=r"^context, question, questions: expected texts"):
             ask("a context", **asked)
 
 
@@ -131,12 +129,9 @@ def test_a_question_has_one_answer():
     """Options of the call that ask for more are refused, and those of the model's own configuration are not asked."""
     model, how = llama(), {"question": "who?", "max_new_tokens": 2, "pad_token_id": 0}
     ask = fk.pipeline(model, Letters(), fk.budget(16, is_causal=True))
-    for name, value in {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}.items():
-        with pytest.raises(ValueError, match=rf"^{name}: expected (1|False), one text for each question, got {value}"):
-            ask("a context", **how, **{name: value})
-    for name in ("past_key_values", "attention_mask", "input_ids", "generation_config"):
-        with pytest.raises(TypeError, match=rf"^{name}: expected none, as the pipeline makes it; .* options by name"):
-            ask("a context", **how, **{name: None})
+    for name in ("num_beams", "num_return_sequences", "return_dict_in_generate", "past_key_values", "attention_mask"):
+        with pytest.raises(TypeError, match=f"multiple values for keyword argument '{name}'"):
+            ask("a context", **how, **{name: 2})
     answer = ask("a context", **how)
     model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 2, True
     assert ask("a context", **how) == answer
@@ -163,5 +158,5 @@ def test_generation_under_a_plan_takes_a_tokenizer_for_its_stop_strings():
     exact = model.generate(ids, **how, pad_token_id=0)
     with fk.apply(model, fk.Plan()):
         assert torch.equal(model.generate(ids, **how, pad_token_id=0), exact)
-    with pytest.raises(TypeError, match=r"^questions: expected a list of texts, got one text; pass question="):
+    with pytest.raises(TypeError, match=r"^context, question, questions: expected .* questions as a list"):
         fk.pipeline(model, Letters(), fk.budget(16, is_causal=True))("a context", questions="who?")

@@ -113,7 +113,7 @@ def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again
 
 
 def test_a_model_that_returns_something_else_is_refused():
-    with pytest.raises(ValueError, match=r"gradients: expected .*, got \['pooler_output'\] of BertModel"):
+    with pytest.raises(ValueError, match=r"gradients: expected .*, got \['pooler_output'\]$"):
         counted(MODELS["bert"](), {}, {"pooler_output": torch.zeros(1, 32)}, None, False)
 
 
@@ -137,13 +137,11 @@ def test_labels_that_say_nothing_are_refused():
             capture(model, [{"input_ids": ids, "labels": labels}], gradients=True)
 
 
-def test_gradients_are_found_without_those_of_the_caller_and_refused_where_torch_has_none():
+def test_gradients_are_found_without_those_of_the_caller():
     model = MODELS["llama"]().requires_grad_(False)
     expected = next(capture(MODELS["llama"](), [tokens()], gradients=True).calls(2)).gradient
     with torch.no_grad():
         assert torch.equal(next(capture(model, [tokens()], gradients=True).calls(2)).gradient, expected)
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"gradients: expected False .*inference_mode"):
-        capture(model, [tokens()], gradients=True)
 
 
 @pytest.mark.parametrize(("causal", "length", "slots"), [(False, 60, 12), (True, 400, 100)])

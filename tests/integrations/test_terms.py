@@ -112,7 +112,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
         model = make()
         with pytest.raises(ValueError, match=said):
             fk.capture(model, [tokens()])
-        with pytest.raises(ValueError, match="capped scores, learned sinks or a distance bias"):
+        with pytest.raises(ValueError, match="capped scores, learned sinks, a distance bias"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
     assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 
@@ -157,8 +157,8 @@ def test_the_encoder_is_captured_alone(make):
     assert (capture.layers, capture.is_causal) == (2, False)
     with fk.apply(model.encoder, fk.ModelPlan(((fk.Plan(fk.Window(3)),) * 4,) * capture.layers)):
         assert far(run(model, **inputs), run(make()[0], **inputs))
-    with pytest.raises(ValueError, match=f"batches: expected .*{name} of shape .* in batch 0, got"):
-        fk.capture(model, [{name: inputs[name][0]}], part="encoder")
+    with pytest.raises(ValueError, match=f"batches: expected .*{name}.* in batch 0, got"):
+        fk.capture(model, [{name: inputs[name][:0]}], part="encoder")
 
 
 @pytest.mark.parametrize("make", [bart, whisper])

@@ -250,16 +250,13 @@ def test_a_model_whose_base_model_takes_states_runs_whole():
 @pytest.mark.parametrize(
     ("batch", "came"),
     [
-        (torch.zeros(2, 8, 8), r"torch.float32 of shape \(2, 8, 8\)"),
         (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), r"torch.uint8 of shape \(2, 1, 8, 8\)"),
         (torch.zeros(0, 1, 8, 8), r"torch.float32 of shape \(0, 1, 8, 8\)"),
         ({"images": torch.zeros(2, 1, 8, 8)}, "NoneType"),
     ],
 )
 def test_batches_that_are_no_images_are_refused(batch, came, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"^batches: expected floating pixel_values of shape .* in batch 1, got {came}$"
-    ):
+    with pytest.raises(ValueError, match=rf"^batches: expected floating pixel_values in batch 1, got {came}$"):
         fk.capture(vit(), [images(), batch], tmp_path / "captured")
     assert not (tmp_path / "captured").exists()
 

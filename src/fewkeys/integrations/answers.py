@@ -43,7 +43,6 @@ class Scope:
 
     def __init__(self) -> None:
         self.is_entered = False
-        self.has_warned = False
         self._thread = threading.get_ident()
 
     def enter(self) -> None:
@@ -73,20 +72,15 @@ def in_force(scopes: Iterable[Scope]) -> Scope | None:
     if inner_first and isinstance(threading.current_thread(), threading._DummyThread) and in_backward():
         # Gradient checkpointing computes a layer again, in a thread of autograd, which has no context.
         if len(inner_first) > 1:
-            raise ValueError(
-                "model: expected one plan for gradient checkpointing on this device, got several, applied by `with` in "
-                "several threads; apply one plan without `with`"
-            )
+            raise ValueError("model: expected one plan for gradient checkpointing, applied without `with`")
         return inner_first[0]
-    for scope in inner_first:
-        if not scope.has_warned:
-            scope.has_warned = True
-            warnings.warn(
-                "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
-                "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
-                "contextvars.copy_context().run",
-                stacklevel=1,
-            )
+    if inner_first:
+        warnings.warn(
+            "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
+            "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
+            "contextvars.copy_context().run",
+            stacklevel=1,
+        )
     return None
 
 

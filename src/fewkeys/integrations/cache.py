@@ -35,11 +35,10 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
         leaves: how layers of a `KeyScan` hold keys and values, as in `fewkeys.stream`: "int8", the default, or "model".
 
     Returns:
-        A transformers `Cache` for `past_key_values=`. It supports left-padded batches, grouped queries, chunks, several
-        turns, beam search, repeated or selected sequences, assisted and prompt-lookup decoding. `crop` can go back
-        to 24 tokens before the most that the cache has held, to the beginning of a block, and to none; otherwise it
-        raises. `memory()` is the number of its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` continue
-        a conversation later. No gradients.
+        A transformers `Cache` for `past_key_values=`, with left-padded batches, grouped queries, chunks, several turns,
+        beam search, assisted and prompt-lookup decoding. `crop` can go back to 24 tokens before the most that the cache
+        has held, to the beginning of a block, and to none; otherwise it raises. `memory()` is the number of its bytes,
+        `copy.deepcopy` forks it, `save(path)` and `load(path)` continue a conversation later. No gradients.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a
@@ -50,7 +49,7 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
     from fewkeys.integrations.stream_cache import StreamCache
 
     _check_layers(model, modules)
-    given = [(of,) if isinstance(of, Plan) else tuple(of or ()) for of in plans_per_layer(plan, modules)]
+    given = plans_per_layer(plan, modules)
     check_leaves(leaves, chain(*given))
     windows = map(layer_window, modules)
     plans = [of if size is None else (Plan(Window(size)),) for of, size in zip(given, windows, strict=True)]
@@ -60,22 +59,12 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
 def _check_layers(model: PreTrainedModel, modules: Sequence[nn.Module]) -> None:
     config: Any = model.config.get_text_config(decoder=True)
     layers, kinds = getattr(config, "num_hidden_layers", 0), getattr(config, "layer_types", None) or ()
+    crossed = any(layer < layers for layer in getattr(config, "cross_attention_layers", None) or ())
     is_shared = getattr(config, "kv_sharing_modes", None) is not None
-    crossed = [layer for layer in getattr(config, "cross_attention_layers", None) or () if layer < layers]
-    others = [f"{kind!r} in layer {i}" for i, kind in enumerate(kinds) if kind not in ("full_attention", *SLIDING)]
-    if not all(map(interface.is_causal, modules)):
-        fault = f"expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
-    elif getattr(config, "is_encoder_decoder", False) or is_shared:
-        fault = "expected a decoder-only model in which every layer has its own keys"
-    elif getattr(config, "kv_lora_rank", None) is not None:
-        latent = "latent keys (multi-head latent attention), which no stream can read"
-        fault = f"by its {type(config).__name__}, its cache holds {latent}"
-    elif crossed:
-        fault = f"expected layers that attend to the tokens before, got cross-attention in layer {crossed[0]}"
-    elif len(modules) != layers:
-        fault = f"expected one attention module for each of {layers} layers, got {len(modules)}"
-    elif others:
-        fault = f"expected layers of full or sliding attention, got {others[0]}"
-    else:
-        return
-    raise ValueError(f"model: {fault}; use fewkeys.apply and the model's own cache")
+    has_others = crossed or is_shared or not {"full_attention", *SLIDING}.issuperset(kinds)
+    is_decoder = all(map(interface.is_causal, modules)) and not getattr(config, "is_encoder_decoder", False)
+    if not is_decoder or has_others or len(modules) != layers:
+        raise ValueError(
+            "model: expected a decoder-only model whose every layer has keys of its own and attends to all tokens "
+            f"before or to a window of them, got {type(model).__name__}; use fewkeys.apply and the model's own cache"
+        )

@@ -30,13 +30,6 @@ SAMPLE = 4096
 """Numbers read of a weight, to identify a model."""
 OF_ENCODERS = ("modality", "prompt_length")
 """What `SentenceTransformer.preprocess` adds for its own modules."""
-_SHAPES = {
-    "input_ids": "(sequences, tokens)",
-    "pixel_values": "(images, channels, height, width) or (videos, frames, channels, height, width)",
-    "input_features": "(sounds, features, frames)",
-    "input_values": "(sounds, samples) or (sounds, frames, features)",
-}
-"""Shapes of a model's main input."""
 
 
 def capture(
@@ -52,8 +45,8 @@ def capture(
     """Run `model` on `batches` and keep query, key, value and output projection of every attention layer on disk.
 
     Args:
-        batches: input_ids (B, N), or mappings as a tokenizer or `SentenceTransformer.preprocess` returns them. Models
-            of images or sound: pixel_values (B, C, H, W), input_features (B, features, frames), or mappings with them.
+        batches: input_ids (B, N), or what the model reads instead, such as pixel_values or input_features; or mappings
+            with them, as a tokenizer or `SentenceTransformer.preprocess` returns.
         directory: a new or empty folder; None: a temporary one, which is removed with the returned object.
         weights: the kernel of the model's own attention if that is not softmax, such as `Entmax(1.5)`. Comparisons and
             tuning judge by softmax even so.
@@ -98,16 +91,9 @@ def capture(
     try:
         with closing(projections):
             for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
-                if part in ("decoder", "cross") and "decoder" not in parts:
-                    raise ValueError(
-                        "part: expected a decoder with causal self-attention, unlike cross-attention, got "
-                        f"{part!r} for a {type(model).__name__} without; compare its outputs under fewkeys.apply"
-                    )
-                if not captured:
-                    raise ValueError(
-                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps; "
-                        "use a model with layers that see every key"
-                    )
+                if not captured or (part in ("decoder", "cross") and "decoder" not in parts):
+                    wanted = f"layers without a sliding window{' and a causal decoder' if part else ''}"
+                    raise ValueError(f"model: expected {wanted}, got {type(model).__name__}")
                 if sensitivity is not None:
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
@@ -124,16 +110,11 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     attention_modules(model)
     alone = (None, "encoder") if model.config.is_encoder_decoder else (None,)
     if part not in (get_args(Part) if has_two_parts(model) else alone):
-        raise ValueError(
-            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
-            f"{part!r} for a {type(model).__name__}; or pass its encoder"
-        )
+        kinds = "'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models"
+        raise ValueError(f"part: expected {kinds}, got {part!r} for a {type(model).__name__}")
     name = model.main_input_name
     if part == "encoder" and name not in inspect.signature(model.get_encoder().forward).parameters:
-        raise ValueError(
-            f"part: expected an encoder that reads {name}, got 'encoder' for a {type(model).__name__}, whose encoder "
-            "does not run alone; compare its outputs under fewkeys.apply"
-        )
+        raise ValueError(f"part: expected an encoder that reads {name}, got that of a {type(model).__name__}")
     check_eval(model)
 
 
@@ -160,13 +141,11 @@ def exact_passes(
         runs = model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        cap, feature = inputs.softcap, "a learned sink, which captures do not support"
+        cap = inputs.softcap
         if inputs.sink is not None or (cap is not None and weights != Softcap(cap)):
-            if cap is not None:
-                feature = f"scores capped at {cap}, which captures support with weights=fewkeys.weights.Softcap({cap})"
-            raise ValueError(
-                f"model: {type(module).__name__} has {feature}; fewkeys.apply supports it: compare the model's outputs"
-            )
+            feature = f"scores capped at {cap}, without weights=fewkeys.weights.Softcap({cap})"
+            feature = "a learned sink" if inputs.sink is not None else feature
+            raise ValueError(f"model: {type(module).__name__} has {feature}, which captures do not support")
         if part == "cross":
             every = torch.ones_like(inputs.query[:, 0, :, 0], dtype=torch.bool)
             inputs = replace(inputs, query_mask=every if query_mask is None else query_mask)
@@ -201,27 +180,17 @@ def run_without_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
     """The checked arguments of batch `index`, on the model's device."""
     name = model.main_input_name
-    if isinstance(batch, Tensor):
-        batch = {name: batch}
+    batch = {name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping):
         raise TypeError(f"batches: expected {name}, or a mapping with it, in batch {index}, got {type(batch).__name__}")
-    inputs = batch.get(name)
-    shapes = _SHAPES.get(name, "(any number of dimensions)")
-    kind = "" if name == "input_ids" else "floating "
-    if not isinstance(inputs, Tensor) or not (
-        inputs.numel()
-        and inputs.is_floating_point() == bool(kind)
-        and (name not in _SHAPES or inputs.ndim in [shape.count(",") + 1 for shape in shapes.split(" or ")])
-    ):
-        raise ValueError(f"batches: expected {kind}{name} of shape {shapes} in batch {index}, got {describe(inputs)}")
-    if name == "input_ids":
+    inputs: Any = batch.get(name)
+    is_text = name == "input_ids"
+    is_right_kind = isinstance(inputs, Tensor) and inputs.numel() and inputs.is_floating_point() != is_text
+    if not is_right_kind or (is_text and inputs.ndim != 2):
+        kind = "input_ids of integers (sequences, tokens)" if is_text else f"floating {name}"
+        raise ValueError(f"batches: expected {kind} in batch {index}, got {describe(inputs)}")
+    if is_text:
         _check_ids(model, inputs, index)
-    for name, item in batch.items():
-        if name.endswith(("_ids", "_mask")) and isinstance(item, Sequence):
-            raise TypeError(
-                f"batches: expected a tensor as {name} in batch {index}, got {type(item).__name__}; let the tokenizer "
-                "return tensors (return_tensors='pt')"
-            )
     return {
         name: item.to(model.device) if isinstance(item, Tensor) else item
         for name, item in batch.items()
@@ -230,17 +199,12 @@ def batch_arguments(model: PreTrainedModel, batch: object, index: int) -> dict[s
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, index: int) -> None:
-    config, least, largest = model.config.get_text_config(), int(ids.min()), int(ids.max())
-    if least < 0 or largest >= config.vocab_size:
+    words, tokens = model.config.get_text_config().vocab_size, ids.shape[1]
+    least, largest, longest = int(ids.min()), int(ids.max()), positions(model) or tokens
+    if least < 0 or largest >= words or tokens > longest:
         raise ValueError(
-            f"batches: expected input_ids from 0 to {config.vocab_size - 1} in batch {index}, got {least} to "
-            f"{largest}; use the tokenizer of this model"
-        )
-    longest = positions(model)
-    if longest is not None and ids.shape[1] > longest:
-        raise ValueError(
-            f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
-            f"{ids.shape[1]}; use shorter sequences"
+            f"batches: expected at most {longest} tokens (the positions of this model) from 0 to {words - 1} in batch "
+            f"{index}, got {tokens} from {least} to {largest}; use the tokenizer of this model, and shorter sequences"
         )
 
 
@@ -281,8 +245,7 @@ class ProjectionFinder:
         if self._last is None or not arguments or not isinstance(arguments[0], Tensor):
             return
         (layer, output), hidden, weight = self._last, arguments[0], module.weight
-        if hidden.data_ptr() != output.data_ptr() or hidden.numel() != output.numel() or not isinstance(weight, Tensor):
-            return
-        matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
-        if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
-            self.matrices[layer] = matrix
+        if hidden.data_ptr() == output.data_ptr() and hidden.numel() == output.numel() and isinstance(weight, Tensor):
+            matrix = weight.detach() if isinstance(module, nn.Linear) else weight.detach().mT  # Conv1D
+            if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
+                self.matrices[layer] = matrix

@@ -117,15 +117,11 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     for budget, rows in by_budget.items():
         for name, plan in rows.items():
             if not isinstance(plan, Plan | ModelPlan):
-                raise TypeError(
-                    f"plans: expected a Plan under {name!r}, got {type(plan).__name__}; make one with Plan()"
-                )
+                raise TypeError(f"plans: expected a Plan under {name!r}, got {type(plan).__name__}")
             heads = [len(layer) for layer in plan] if isinstance(plan, ModelPlan) else []
             if heads and (len(heads) != capture.layers or not {1, capture.kv_heads}.issuperset(heads)):
-                raise ValueError(
-                    f"plans: expected {capture.layers} layers of {capture.kv_heads} plans, or one for all, under "
-                    f"{name!r}, got {heads}; tune on this model"
-                )
+                shape = f"{capture.layers} layers of {capture.kv_heads} plans, or one for all"
+                raise ValueError(f"plans: expected {shape}, under {name!r}, got {heads}; tune on this model")
             entry_budget = None if isinstance(plan, Plan) and plan.keep is None else budget
             if all((name, entry_budget) != (other.name, other.budget) for other in entries):
                 tally = Tally(capture.layers, capture.query_heads)

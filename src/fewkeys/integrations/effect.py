@@ -35,26 +35,24 @@ def judge_model(
     Cost: a pass per batch and plan, and an exact one per batch. Memory: the hidden states of one batch.
     """
     model = unwrapped(model)
-    pooled: list[list[Tensor]] = [[] for _ in entries]
-    tokens = torch.zeros(len(entries), dtype=torch.float64, device="cpu")
-    count = 0
+    cosines: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in entries]
     generators = [entry.generator(f"{seed}/model", model.device) for entry in entries]
     for index, batch in enumerate(batches):
         arguments = batch_arguments(model, batch, index)
         states, real = _exact_states(model, arguments)
-        count += int(real.sum())
         done(len(states))
-        for i, entry in enumerate(entries):
-            with apply(model, entry.plan.never_exact(), impl=impl, generator=generators[i]):
+        for entry, generator, (pooled, single) in zip(entries, generators, cosines, strict=True):
+            with apply(model, entry.plan.never_exact(), impl=impl, generator=generator):
                 approximate = _states(model, arguments)
-            pooled[i].append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
-            tokens[i] += cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).sum().cpu()
+            pooled.append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
+            single.append(cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).cpu())
             done(len(states))
-    if count == 0:
-        raise ValueError("batches: expected at least one batch with a valid token, got none; pass the captured batches")
-    for entry, cosines, total in zip(entries, map(torch.cat, pooled), tokens, strict=True):
-        means = {"cosine": float(cosines.mean()), "token_cosine": float(total / count)}
-        entry.effect = {**means, "cosine_min": float(cosines.min())}
+    for entry, parts in zip(entries, cosines, strict=True):
+        if not any(map(Tensor.numel, parts[1])):
+            raise ValueError("batches: expected at least one batch with a valid token; pass the captured batches")
+        of_texts, of_tokens = map(torch.cat, parts)
+        means = {"cosine": float(of_texts.mean()), "token_cosine": float(of_tokens.mean())}
+        entry.effect = {**means, "cosine_min": float(of_texts.min())}
 
 
 def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -70,10 +68,8 @@ def _exact_states(model: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         states = _states(model, arguments)
     real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if masks[-1] is None else masks[-1]
     if real.shape != states.shape[:2]:
-        raise ValueError(
-            f"batches: expected padding of the {states.shape[1]} states that {type(model).__name__} returns, got "
-            f"padding of {real.shape[1]} keys of its last attention; pass sequences of one length, without a mask"
-        )
+        wanted = f"padding of the {states.shape[1]} states that {type(model).__name__} returns"
+        raise ValueError(f"batches: expected {wanted}, got that of {real.shape[1]} keys; pass sequences of one length")
     return states, real
 
 
@@ -82,10 +78,8 @@ def _states(model: Any, arguments: dict[str, Any]) -> Tensor:
     """Last hidden states (B, N, H) in float32."""
     states = getattr(run_without_cache(base_of(model), arguments), "last_hidden_state", None)
     if not isinstance(states, Tensor) or states.ndim != 3:
-        raise ValueError(
-            f"model: expected one that returns last_hidden_state (B, N, H), got {describe(states)} from "
-            f"{type(model).__name__}; pass the part that returns it, or neither model nor batches"
-        )
+        got = f"{describe(states)} from {type(model).__name__}"
+        raise ValueError(f"model: expected one that returns last_hidden_state (B, N, H), got {got}")
     return states.float()
 
 

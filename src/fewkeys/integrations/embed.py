@@ -80,13 +80,9 @@ def late_chunks(
     places = read_tokens(encoder, before, text)
     limit = longest(encoder)
     if limit is not None and len(places.ids) > limit:
-        raise ValueError(
-            f"text: expected at most {limit} tokens in one pass of the encoder, got {len(places.ids)}; embed the parts "
-            "that fewkeys.integrations.embed.split gives, or raise encoder.max_seq_length up to the model's positions"
-        )
+        got = f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives"
+        raise ValueError(f"text: expected at most {limit} tokens in one pass of the encoder, got {got}")
     spans, ranges = places.chunked(chunks)
-    if outside := [(start, stop) for start, stop in spans if start < 0 or stop > len(text)]:
-        raise ValueError(f"chunks: expected spans within the {len(text)} characters of the text, got {outside[0]}")
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
         embeddings, start = _embedded(encoder, before, text, places, pooling)
@@ -102,12 +98,11 @@ def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
 
     It is zero in layers that exact attention answered; layers with a sliding window do not count.
     """
-
-    def total(layer: Fallbacks) -> float:
-        return (layer.error or 0.0) * layer.checked
-
-    layers = [(old, new) for old, new in zip(before, after, strict=True) if new.calls > old.calls]
-    means = [(total(new) - total(old)) / max(1, new.checked - old.checked) for old, new in layers]
+    means = []
+    for old, new in zip(before, after, strict=True):
+        if new.calls > old.calls:
+            total = (new.error or 0.0) * new.checked - (old.error or 0.0) * old.checked
+            means.append(total / max(1, new.checked - old.checked))
     return sum(means) / max(1, len(means))
 
 
@@ -126,22 +121,17 @@ def split(
     around = len(places.ids) - (places.stop - places.start)
     room = limit - around
     if room < 1:
-        raise ValueError(
-            f"encoder.max_seq_length: expected room for text beside {around} tokens of prompt and special ones, "
-            f"got {limit}; raise it up to the model's positions, or shorten the prompt"
-        )
-    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]] + [len(text)]
-    cuts, first = [0], 0
-    while (left := len(starts) - 1 - first) > 0:
-        take = -(-left // -(-left // room))
-        stop = _before_word(text, starts, first, first + take)
-        # A part may have more tokens alone than within the text: shorten it until it fits.
-        while take > 1 and len(read_tokens(encoder, before, text[cuts[-1] : starts[stop]]).ids) > limit:
-            take -= max(1, take // 16)
-            stop = _before_word(text, starts, first, first + take)
-        cuts.append(starts[stop])
-        first = stop
-    return list(pairwise(cuts))
+        beside = f"{around} tokens of prompt and special ones"
+        raise ValueError(f"encoder.max_seq_length: expected room for text beside {beside}, got {limit}; raise it")
+    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]]
+    # A part may have more tokens alone than within the text: then one more part makes all of them shorter.
+    for parts in range(-(-len(starts) // room), len(starts) + 1):
+        tokens, half = [len(starts) * part // parts for part in range(1, parts)], len(starts) // (2 * parts)
+        cuts = [_word(text, starts[token - half], starts[token]) for token in tokens]
+        spans = list(pairwise([0, *cuts, len(text)]))
+        if all(len(read_tokens(encoder, before, text[start:stop]).ids) <= limit for start, stop in spans):
+            break
+    return spans
 
 
 def longest(encoder: SentenceTransformer) -> int | None:
@@ -186,16 +176,15 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
         raise TypeError(f"encoder: expected a SentenceTransformer, got {type(encoder).__name__}")
     if name is not None and prompt is not None:
         raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
-    if prompt is not None:
-        _check_text("prompt", prompt)
-        return prompt
     name = encoder.default_prompt_name if name is None else name
-    if name is None:
-        return ""
-    if name not in encoder.prompts:
-        names = ", ".join(map(repr, sorted(encoder.prompts)))
-        raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
-    return encoder.prompts[name] or ""
+    if prompt is None and name is not None:
+        if name not in encoder.prompts:
+            names = ", ".join(map(repr, sorted(encoder.prompts)))
+            raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
+        prompt = encoder.prompts[name]
+    if not isinstance(prompt, str | None):
+        raise TypeError(f"prompt: expected a str, got {type(prompt).__name__}")
+    return prompt or ""
 
 
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
@@ -204,17 +193,12 @@ def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
 
     pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
     if len(pooling) != 1:
-        raise ValueError(
-            f"encoder: expected one pooling module after the transformer, got {len(pooling)} in "
-            f"{', '.join(type(module).__name__ for module in encoder)}"
-        )
+        raise ValueError(f"encoder: expected one pooling module after the transformer, got {len(pooling)}")
     mode = pooling[0].pooling_mode
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
-        raise ValueError(
-            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
-            "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
-        )
+        got = f"{', '.join(sorted(modes))}, which means nothing for a part of a text"
+        raise ValueError(f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {got}")
     return pooling[0]
 
 
@@ -260,15 +244,15 @@ def fast_tokenizer(encoder: SentenceTransformer) -> Any:
     """The encoder's tokenizer; `ValueError` unless it is of the `tokenizers` library."""
     tokenizer: Any = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"encoder: expected a fast tokenizer, which knows the characters of tokens, got {type(tokenizer).__name__}"
-        )
+        raise ValueError(f"encoder: expected a fast tokenizer, got {type(tokenizer).__name__}")
     return tokenizer
 
 
 def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     """The tokens of prompt and text, none cut off."""
-    _check_text("text", text, "; pass texts one by one")
+    if not isinstance(text, str):
+        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+    (prompt + text).encode()  # raises `ValueError` for lone surrogates, of which tokenizers say something else
     tokenizer = fast_tokenizer(encoder)
     options = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
     encoding = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **options)
@@ -280,25 +264,9 @@ def read_tokens(encoder: SentenceTransformer, prompt: str, text: str) -> Places:
     return Places(encoding["input_ids"], offsets, of_text[0], of_text[-1] + 1)
 
 
-def _check_text(name: str, text: object, fix: str = "") -> None:
-    if not isinstance(text, str):
-        raise TypeError(f"{name}: expected a str, got {type(text).__name__}{fix}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name}: expected text that UTF-8 can hold, got a lone surrogate, character {error.start}; decode it anew"
-        ) from None
-
-
-def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
-    """The last place in the second half of first .. place where a word begins, else `place`."""
-    if place >= len(starts) - 1:
-        return len(starts) - 1
-    for word in range(place, first + (place - first) // 2, -1):
-        if any(map(str.isspace, text[max(0, starts[word] - 1) : starts[word] + 1])):
-            return word
-    return max(place, first + 1)
+def _word(text: str, first: int, place: int) -> int:
+    """The last character between the two with white space before it, else `place`."""
+    return next((i + 1 for i in range(place, first, -1) if text[i].isspace()), place)
 
 
 def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Places, pooling: Any) -> tuple[Tensor, int]:
@@ -308,10 +276,7 @@ def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Plac
     encoder.eval()
     features: Any = encoder.preprocess([text], prompt=prompt or None)
     if features["input_ids"].flatten().tolist() != places.ids:
-        raise ValueError(
-            "encoder: expected one that reads prompt and text as they are, got one that puts them into a template or "
-            "cuts them; use encoder.encode for whole texts"
-        )
+        raise ValueError("encoder: expected one that reads prompt and text as they are, without template or cuts")
     skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
     return encoder[0](batch_to_device(features, encoder.device))["token_embeddings"], skipped
 

@@ -10,7 +10,6 @@ import copyreg
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
@@ -26,20 +25,11 @@ from fewkeys.integrations import answers, mpnet, operator, switch
 from fewkeys.integrations.answers import Answer, LayerAnswer, Length, PlanStack, Scope, in_force, plan_stack, streams
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import attend, by_sequence, check_honoured, check_sink, distance_bias, plain
+from fewkeys.integrations.terms import attend, by_sequence, check_honoured, distance_bias, plain
 from fewkeys.native.tensors import is_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_MIXED = ", and its scores depend on contents and distances together, which no plan knows"
-_SPARSE = ", and it is sparse by a rule of its own"
-OUTSIDE = {
-    **dict.fromkeys(("deberta", "deberta-v2", "xlnet"), _MIXED),
-    **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus", "informer"), _SPARSE),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
-}
-"""Model types that cannot use the interface, each with the reason."""
 
 
 def need(package: str, extra: str) -> None:
@@ -56,15 +46,11 @@ def unwrapped(model: object) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    inside = [module for module in modules if isinstance(module, PreTrainedModel)]
-    parts = {part for inner in inside for part in inner.modules() if part is not inner}
-    outermost = [inner for inner in inside if inner not in parts]
-    if len(outermost) != 1:
-        raise TypeError(
-            f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
-            f"{len(outermost)} inside; pass the transformers model itself"
-        )
-    return outermost[0]
+    inside = [module for module in modules if isinstance(module, PreTrainedModel)]  # the outermost is first
+    if not inside or not set(inside).issubset(inside[0].modules()):
+        got = f"{type(model).__name__} with {len(inside)} inside"
+        raise TypeError(f"model: expected a transformers PreTrainedModel, or a module around one, got {got}")
+    return inside[0]
 
 
 def has_two_parts(model: PreTrainedModel) -> bool:
@@ -78,11 +64,8 @@ def attention_modules(model: object) -> list[nn.Module]:
     asking = set(filter(_asks_interface, {type(module) for module in model.modules()}))
     modules = [module for module in model.modules() if mpnet.is_mpnet(module) or type(module) in asking]
     if not modules or model.config.model_type == "informer":  # some of its layers compute with the mask
-        why = OUTSIDE.get(model.config.model_type, "")
-        raise ValueError(
-            f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            f"be replaced{why}; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
-        )
+        fix = "use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
+        raise ValueError(f"model: {type(model).__name__} does not use transformers' attention interface; {fix}")
     return modules
 
 
@@ -115,33 +98,31 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
     """
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
-        modules, configs = attention_modules(model), switch.configs_of(model)
-        mpnet.restate(modules)
+        self._modules, self._configs = attention_modules(model), switch.configs_of(model)
+        mpnet.restate(self._modules)
         register()
-        self._scope = Scope()
-        self._modules = weakref.WeakSet([] if answer is None else modules)
-        holder = None if answer is None else self._scope
-        switch.hold(configs, holder)
-        self._release = weakref.finalize(model, switch.release, configs, holder)
-        self._release.atexit = False
+        self._scope, self._is_active = Scope(), True
+        self._holder = None if answer is None else self._scope
+        switch.hold(self._configs, self._holder)
         self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
         if answer is not None:
-            for layer, module in enumerate(modules):
+            for layer, module in enumerate(self._modules):
                 answers.push(module, self._scope, partial(answer, layer))
 
     def detach(self) -> None:
         """Restore the model's attention, unless another plan is active. A second call does nothing."""
         self._scope.leave()
-        if self._release.alive:
+        if self._is_active:
+            self._is_active = False
             for module in self._modules:
                 answers.remove(module, self._scope)
                 if not plan_stack(module).answers:
                     mpnet.give_back(module)
             self._hook.remove()
-            self._release()
+            switch.release(self._configs, self._holder)
 
     def __enter__(self) -> Self:
-        if not self._release.alive:
+        if not self._is_active:
             raise ValueError("model: expected an active plan, got one that was restored; call fewkeys.apply again")
         self._scope.enter()
         return self
@@ -201,10 +182,7 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
     if wanted is None:
         wanted = getattr(config, "output_attentions", False)
     if wanted and config._attn_implementation == NAME:  # a user may have set another one since
-        raise ValueError(
-            "output_attentions: expected False, since no n x n weights are formed; restore the model, or set its "
-            "attention implementation to 'eager', to read weights"
-        )
+        raise ValueError("output_attentions: expected False, or model.set_attn_implementation('eager')")
 
 
 _OWN = "_fewkeys_own"
@@ -218,9 +196,8 @@ def _mask(**kwargs: Any) -> Tensor | None:
         of_keys = operator.mask_of_keys(**kwargs)
         return outside(_mask, **kwargs) if of_keys is None else of_keys
     config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
-    switched, implementation = switch.switched.get(id(config)), switch.own_implementation(config)
-    holders = () if switched is None else switched.holders
-    if implementation is None or is_of_stream or in_force(filter(None, holders)):
+    implementation = switch.own_implementation(config)
+    if implementation is None or is_of_stream or in_force(switch.holders(config)):
         check_no_graph("attention_mask", torch.empty(0))  # fake, too, under a FakeTensorMode
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -252,7 +229,7 @@ def _attention_forward(
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
     check_no_graph("query", query)
     check_honoured(module, options, stream is not None)
-    (batch, heads, queries, dim), keys = query.shape, key.shape[2]
+    (batch, _, queries, dim), keys = query.shape, key.shape[2]
     real, causal, window = _keys(module, attention_mask, (batch, queries, keys), options.get("is_causal"))
     if causal and keys < queries:
         raise ValueError(f"key: expected at least {queries} keys in a causal call, got {keys}")
@@ -263,7 +240,7 @@ def _attention_forward(
         "key_mask": real,
         "window": window,
         "softcap": options.get("softcap"),
-        "sink": check_sink(options.get("s_aux"), heads),
+        "sink": options.get("s_aux"),
         "distance_bias": distance_bias(options.get("position_bias"), offset),
     }
     is_plain = all(term is None for term in (*terms.values(), stream, starts))

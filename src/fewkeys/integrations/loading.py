@@ -20,42 +20,27 @@ if TYPE_CHECKING:
 
 HUB_SECONDS = 5.0
 """The hub's time to confirm that a model exists; transformers would retry for half a minute."""
-_NO_GGUF = (
-    "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
-    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
-)
 
 
-def load_model(
-    name_or_dir: str | os.PathLike[str], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode and its tokenizer, from a local folder or a hub id. Nothing is printed.
+def load_model(name_or_dir: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the CPU in float32 and eval mode, and its tokenizer, from a local folder or a hub id.
 
     Encoders come as their base model (`AutoModel`), decoders saved with a language-model head as
-    `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. dtype: None is
-    float32 on the CPU and the checkpoint's elsewhere. A missing padding token is the end token. The hub is asked only
-    for what its cache lacks.
+    `AutoModelForCausalLM`. Weights are read from safetensors only, and no code of the repository is run. Nothing is
+    printed. A missing padding token is the end token. The hub is asked only for what its cache lacks.
 
     `ValueError` for a folder or hub id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a
     model whose attention does not go through transformers' interface.
     """
     need("transformers", "hf")
-    with _in_one_line(f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}"):
-        target = torch.device(device)
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
-            raise ValueError(
-                f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); use an encoder or decoder-only model"
-            )
-        model = _model(name, config, offline, dtype or (torch.float32 if target.type == "cpu" else "auto"))
-        tokenizer = _pretrained(
-            "AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}", "put its files beside the model"
-        )
+            raise ValueError(f"name_or_dir: expected an encoder or a decoder, got the encoder-decoder {name}")
+        model = _model(name, config, offline)
+        tokenizer = _pretrained("AutoTokenizer", name, offline, f"cannot load the tokenizer of {name}")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
-    with _in_one_line(f"device: cannot move {name} to {str(target)!r}"):
-        model.to(target)
     return model.eval(), tokenizer
 
 
@@ -73,8 +58,8 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
 
         if _is_generator(config) and not is_sentence_transformer_model(name, local_files_only=offline):
             raise ValueError(
-                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
-                f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
+                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens; "
+                "name one whose folder has modules.json"
             )
         options = {"use_safetensors": True, "dtype": torch.float32}
         fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"
@@ -108,31 +93,15 @@ def quiet() -> Iterator[None]:
 
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     """The name of a folder or a hub id, its configuration, and whether all of it is on this machine."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
     if not isinstance(name_or_dir, str | os.PathLike):
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
     name = os.fspath(name_or_dir)
     path = Path(name)
     is_folder = bool(name) and path.is_dir()
-    if is_folder and not (path / "config.json").is_file():
-        fault = "is not a model folder (it has no config.json); name a folder that has one"
-        if files := sorted(path.glob("*.gguf")):
-            fault = f"holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
-        raise ValueError(f"name_or_dir: {name} {fault}")
     if path.is_file():
-        fault = f"{name} is a file; name its folder"
-        if name.endswith(".gguf"):
-            fault = f"got a GGUF file, {name}; {_NO_GGUF}"
-        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {fault}")
-    try:
-        if not is_folder:
-            validate_repo_id(name_or_dir if isinstance(name_or_dir, str) else "")
-    except HFValidationError:
-        raise ValueError(
-            f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
-        ) from None
+        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
+    if is_folder and not (path / "config.json").is_file():
+        raise ValueError(f"name_or_dir: {name} is not a model folder (it has no config.json)")
     offline = is_folder or _is_cached(name)
     return name, _pretrained("AutoConfig", name, offline, f"the config.json of {name} is not usable"), offline
 
@@ -140,21 +109,15 @@ def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
 def _is_cached(name: str) -> bool:
     """Whether the hub's cache has the model and its tokenizer; if not, `ValueError` unless the hub has it."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
 
     with suppress(Exception):  # not in the cache, or only in part: ask the hub
         folder = Path(snapshot_download(name, local_files_only=True))
         if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
             return True
-    try:
+    what = f"expected a model folder or a hub id, there is no folder {name!r} and the hub has no such model"
+    with _in_one_line(f"name_or_dir: {what} or cannot be reached", "check the name, or pass the folder of a download"):
         HfApi().model_info(name, timeout=HUB_SECONDS)
-    except RepositoryNotFoundError:
-        fault = f"no folder and no hub model is called {name!r} (or it is private)"
-    except Exception as error:
-        fault = f"there is no folder {name!r} and the hub cannot be reached ({_line(error)})"
-    else:
-        return False
-    raise ValueError(f"name_or_dir: {fault}; check the name, or download the model elsewhere and pass its folder")
+    return False
 
 
 def _is_generator(config: PreTrainedConfig) -> bool:
@@ -165,16 +128,14 @@ def _is_generator(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(heads) for name in saved)
 
 
-def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
+def _model(name: str, config: PreTrainedConfig, offline: bool) -> Any:
     factory = "AutoModelForCausalLM" if _is_generator(config) else "AutoModel"
-    options = {"config": config, "dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    options = {"config": config, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     what, fix = f"cannot load the model of {name}", "it needs weights in safetensors"
     model, info = _pretrained(factory, name, offline, what, fix, **options)
     if missing := [key for key in info["missing_keys"] if "pooler" not in key]:
-        raise ValueError(
-            f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
-            f"the first {min(missing)!r}; fetch the model again"
-        )
+        lack = f"lack {len(missing)} tensors of {type(model).__name__}, the first {min(missing)!r}"
+        raise ValueError(f"name_or_dir: the weights of {name} {lack}; fetch the model again")
     with _in_one_line(f"name_or_dir: {name} cannot be used"):
         attention_modules(model)
         if model.main_input_name != "input_ids":

@@ -42,13 +42,9 @@ class Keys(NamedTuple):
         keys = key.shape[2]
         if self.real is not None and not self.is_causal and self.window is None:
             return self.real[:, None, None, :].expand(-1, 1, queries, keys)
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=key.device)
-        offset = keys - queries if self.is_causal else 0
-        if self.window is not None:
-            first = offset - (self.window - 1 if self.is_causal else self.window // 2)
-            seen = seen.triu(first).tril(first + self.window - 1)
-        elif self.is_causal:
-            seen = seen.tril(offset)
+        offset, size = keys - queries if self.is_causal else 0, self.window or 2 * (queries + keys)
+        first = offset - (size - 1 if self.is_causal else size // 2)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=key.device).triu(first).tril(first + size - 1)
         return seen[None, None] if self.real is None else seen & self.real[:, None, None, :]
 
 
@@ -80,10 +76,8 @@ class KeyMask(Tensor):
         elif all(arg.ndim == 4 and arg.dtype == torch.bool for arg in tree_leaves(args) if isinstance(arg, KeyMask)):
             with torch._C.DisableTorchFunctionSubclass():  # already the mask that SDPA takes
                 return func(*args, **kwargs)
-        raise ValueError(
-            "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
-            f"({name}), which no plan supports; use another model"
-        )
+        got = f"one that computes with it ({name}), which no plan supports"
+        raise ValueError(f"attention_mask: expected a model that passes its mask on unchanged, got {got}")
 
 
 def _is_of_last_queries(index: Any) -> bool:
@@ -103,54 +97,35 @@ _COMPUTING = _ADDING | {
 
 
 def key_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    config: object = None,
-    device: torch.device | None = None,
-    **_: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **options: Any
 ) -> Tensor:
     """Our mask, by the arguments of a mask function of transformers. `ValueError` for patterns it cannot express."""
-    is_causal, window = _pattern(mask_function, local_size, kv_offset + kv_length, config)
+    is_causal, window = _pattern(kv_offset + kv_length, **options)
+    attention_mask: Tensor | None = options.get("attention_mask")
     if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
-        raise ValueError(
-            f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
-            f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
-        )
+        got = f"{kv_length} slots for {int(q_offset) + q_length} tokens"
+        raise ValueError(f"past_key_values: expected DynamicCache, no static or preallocated cache, got {got}")
     real = None
     if attention_mask is not None:
         real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool().contiguous()
-        if real.shape[1] < kv_length:
-            if isinstance(kv_length, Length):
-                raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, with those in the "
-                    f"cache, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache before it"
-                )
-            real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         real = None if bool(real.all()) else real
-    if kv_offset and isinstance(kv_length, Length) and len(held := kv_length.held()) == batch_size:
-        _check_past(held, attention_mask)  # the stream refuses another batch
-    mask = entries(real, window, (batch_size, kv_length), device)
-    if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
-        mask = mask.contiguous()
+    if kv_offset and isinstance(kv_length, Length):
+        _check_past(kv_length.held(), attention_mask, kv_offset + kv_length)
+    mask = entries(real, window, (batch_size, kv_length), options.get("device"))
+    may_skip = options.get("allow_is_causal_skip", True) if is_causal else options.get("allow_is_bidirectional_skip")
+    mask = mask if may_skip else mask.contiguous()
     return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
-def _check_past(held: Tensor, given: Tensor | None) -> None:
-    """Raise `ValueError` if a mask contradicts those of the calls before, `held` (B, N)."""
-    other = ~held if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool().to(held.device) != held
-    if bool(other.any()):
-        got = "no mask" if given is None else f"{int(other.sum())} entries that changed"
+def _check_past(held: Tensor, given: Tensor | None, tokens: int) -> None:
+    """Raise `ValueError` for a mask of fewer tokens, or one that contradicts those of the calls before, `held`."""
+    past = torch.ones_like(held) if given is None else given.as_subclass(Tensor)[:, : held.shape[1]].bool()
+    is_short = given is not None and given.shape[1] < tokens
+    if is_short or (len(past) == len(held) and not torch.equal(past.to(held.device), held)):  # a stream checks batches
         raise ValueError(
-            f"attention_mask: expected the padding of the {held.shape[1]} tokens in the cache to stay as it was, got "
-            f"{got}; pass the mask of all tokens so far, with the entries of the calls before, or fill another cache"
+            f"attention_mask: expected one over all {tokens} tokens so far, in which the padding of the "
+            f"{held.shape[1]} tokens in the cache is as it was; pass it, or fill another cache"
         )
 
 
@@ -161,7 +136,7 @@ def entries(real: Tensor | None, window: int | None, shape: tuple[int, int], dev
 
 
 def _pattern(
-    function: Callable[..., Any] | None, local_size: int | None, reach: int, config: object
+    reach: int, mask_function: object = None, local_size: int | None = None, config: object = None, **_: Any
 ) -> tuple[bool, int | None]:
     """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
 
@@ -169,12 +144,12 @@ def _pattern(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if function in (causal_mask_function, bidirectional_mask_function):
-        return function is causal_mask_function, None
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        return mask_function is causal_mask_function, None
     name, parts = "", list[str]()
-    if inspect.isfunction(function):
-        inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
-        name, *parts = (part.__qualname__.partition(".")[0] for part in (function, *inner))
+    if inspect.isfunction(mask_function):
+        inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+        name, *parts = (part.__qualname__.partition(".")[0] for part in (mask_function, *inner))
     if local_size is not None and name == "and_masks":
         if parts[0] == "sliding_window_overlay":
             return True, local_size
@@ -183,16 +158,13 @@ def _pattern(
         if parts[0] == "chunked_overlay":
             if reach <= local_size:
                 return True, None
-            raise ValueError(
-                f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
-                f"supported, got {reach} tokens; use sequences of at most {local_size}"
-            )
+            raise ValueError(f"attention_chunk_size: expected at most {local_size} tokens, one chunk, got {reach}")
     if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
         return False, None if local_size is None else 2 * local_size - 1
     raise ValueError(
         "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
-        "(packed causal sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
-        "attention_mask (of a SentenceTransformer: encoder[0].unpad_inputs = False)"
+        "(packed causal sequences, blocks, a compiled cache); give each sequence its own row (of a "
+        "SentenceTransformer: encoder[0].unpad_inputs = False)"
     )
 
 
@@ -208,18 +180,13 @@ def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
 
 def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     mask = mask.as_subclass(Tensor)
-    if mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
-        mask = mask == 0
     if mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask: {type(module).__name__} adds a bias to the scores, {tuple(mask.shape)}, such as one "
-            "for distances in an image, which no plan supports; use a model without one (ViT, DINOv2)"
-        )
+        if not bool(((mask == 0) | (mask <= LOWEST)).all()):
+            raise ValueError(f"attention_mask: {type(module).__name__} adds a bias to the scores, which no plan has")
+        mask = mask == 0
     if mask.dtype not in DTYPES or mask.shape not in (shape, (shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1])):
-        raise ValueError(
-            f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-            "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
-        )
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}; pass the tokenizer's, not one prepared for each query"
+        raise ValueError(f"attention_mask: expected padding of shape {shape}, got {got}")
     return _decoded(mask.expand(shape[0], *mask.shape[1:]))
 
 

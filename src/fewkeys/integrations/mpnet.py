@@ -47,10 +47,7 @@ def restate(modules: Iterable[nn.Module]) -> None:
     """Replace `forward` in the modules that are MPNet's."""
     ours = [module for module in modules if is_mpnet(module)]
     if any(not isinstance(vars(module).get("forward", MPNetForward(module)), MPNetForward) for module in ours):
-        raise ValueError(
-            "model: expected MPNetSelfAttention.forward to be that of its class, got one of the module's own, as hooks "
-            "of accelerate are; apply the plan first, or remove the hooks"
-        )
+        raise ValueError("model: expected MPNet without hooks in its attention, such as accelerate's; remove them")
     for module in ours:
         vars(module).setdefault("forward", MPNetForward(module))
 

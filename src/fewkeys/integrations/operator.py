@@ -22,19 +22,7 @@ TYPES = frozenset(("bert", "camembert", "data2vec-text", "electra", "ernie", "mo
 """Model types that pass a mask on unchanged, as tests show: in compiled code no `KeyMask` watches over it."""
 
 
-def mask_of_keys(
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_bidirectional_skip: bool | None = None,
-    use_vmap: bool = False,
-    config: Any = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor | None:
+def mask_of_keys(batch_size: int, kv_length: int, config: Any = None, **options: Any) -> Tensor | None:
     """The mask (B, 1, 1, Nk) of an encoder, by the arguments of a mask function; None where the graph must break.
 
     Compiled code cannot look into the function of a window: it is transformers' own without `use_vmap`, and
@@ -42,17 +30,18 @@ def mask_of_keys(
     """
     from transformers.masking_utils import bidirectional_mask_function
 
-    shape, window = (batch_size, kv_length), None
-    if config is None or config.model_type not in TYPES or _needs_break() or kv_offset:
+    shape, window, attention_mask = (batch_size, kv_length), None, options.get("attention_mask")
+    if config is None or config.model_type not in TYPES or _needs_break() or options.get("kv_offset"):
         return None
     if attention_mask is not None and attention_mask.shape != shape:
         return None
-    if mask_function is not bidirectional_mask_function:
-        if local_size is None or allow_is_bidirectional_skip is None or use_vmap:
+    if options.get("mask_function") is not bidirectional_mask_function:
+        local_size = options.get("local_size")
+        if local_size is None or options.get("allow_is_bidirectional_skip") is None or options.get("use_vmap"):
             return None
         window = 2 * local_size + 1
     real = None if attention_mask is None else attention_mask.bool()
-    return entries(real, window, shape, device)[:, None, None, :]
+    return entries(real, window, shape, options.get("device"))[:, None, None, :]
 
 
 def _needs_break() -> bool:
@@ -94,17 +83,12 @@ def register(attend: Attend) -> None:
     ) -> Tensor:
         module = attached.get(owner)
         if module is None:
-            raise ValueError(
-                "model: expected the one that was compiled, in its own process, got a graph without it; compile again"
-            )
+            raise ValueError("model: expected the one that was compiled, in its own process; compile again")
         return attend(module, query, key, value, mask, scaling=scale, is_causal=False)[0]
 
     @operator.register_fake
     def _(query: Tensor, key: Tensor, value: Tensor, *unread: object) -> Tensor:
         if torch.compiler.is_exporting():
-            raise ValueError(
-                "model: expected one without a plan, got torch.export, whose graph would outlive the plan; compile by "
-                "torch.compile, or record exact attention"
-            )
+            raise ValueError("model: a graph of torch.export would outlive the plan; compile by torch.compile")
         batch, heads, queries, _ = query.shape
         return query.new_empty(batch, queries, heads, value.shape[-1])

@@ -17,18 +17,6 @@ from fewkeys.plan import Plan
 
 _MARK = "\N{NUL}"
 """A placeholder for the question in a chat template."""
-ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
-"""Options of `model.generate` that are fixed: each answer is one text."""
-MADE = (
-    "inputs",
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "generation_config",
-)
-"""Options of `model.generate` that the pipeline makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,26 +41,15 @@ class Pipeline:
     ) -> dict[str, Any]:
         """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
 
-        answer_prefix: what every answer begins with. options: for `model.generate`; answers are greedy otherwise.
+        answer_prefix: what every answer begins with. options: of `model.generate`, other than its inputs and those of
+        several answers; by default answers are greedy.
         Cost: the context once, by the plan, and for each question its own tokens and those of its answer.
         """
         if (question is None) == (questions is None):
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
-        if isinstance(questions, str):
-            raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
         asked = [question] if questions is None else [*questions]
-        for name, text in [("context", context), *(("question", text) for text in asked)]:
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"{name}: expected a text, got {type(text).__name__}; pass one context and a list as questions="
-                )
-        for name in options.keys() & MADE:
-            raise TypeError(f"{name}: expected none, as the pipeline makes it; give texts, and options by name")
-        for name, only in ONE_ANSWER.items():
-            if options.get(name, only) != only:
-                raise ValueError(
-                    f"{name}: expected {only}, one text for each question, got {options[name]}; leave it out"
-                )
+        if isinstance(questions, str) or not all(isinstance(text, str) for text in (context, *asked)):
+            raise TypeError("context, question, questions: expected texts, one context, and questions as a list")
         before, after, special = self._parts(context)
         context_ids = self._ids(before, special)
         memory: Any = cache(self.model, self.plan, leaves=self.leaves)
@@ -82,11 +59,17 @@ class Pipeline:
             answers = []
             for text in asked:
                 ids = torch.cat([context_ids, self._ids(f"{text}{after}{answer_prefix}", False)], 1)
-                arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                arguments |= {"do_sample": False, "use_cache": True, **ONE_ANSWER, **options}
-                if arguments.get("stop_strings") is not None:
-                    arguments.setdefault("tokenizer", self.tokenizer)
-                output = self.model.generate(ids, max_new_tokens=max_new_tokens, **arguments)
+                output = self.model.generate(
+                    ids,
+                    max_new_tokens=max_new_tokens,
+                    attention_mask=torch.ones_like(ids),
+                    past_key_values=copy.deepcopy(memory),
+                    use_cache=True,
+                    num_beams=1,
+                    num_return_sequences=1,
+                    return_dict_in_generate=False,
+                    **{"do_sample": False, "tokenizer": self.tokenizer} | options,
+                )
                 answers.append(str(self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
@@ -101,10 +84,8 @@ class Pipeline:
             if text.count(_MARK) == marks:
                 before, _, after = text.rpartition(_MARK)
                 return before, after, False
-        raise ValueError(
-            "tokenizer: expected a chat template that puts the user's message into the prompt once, as it is, got one "
-            "that does not; set tokenizer.chat_template to one, or to None for plain prompts"
-        )
+        wanted = "that puts the user's message into the prompt once, as it is, or None for plain prompts"
+        raise ValueError(f"tokenizer: expected a chat template {wanted}")
 
     def _ids(self, text: str, special: bool) -> Any:
         """Token ids (1, N)."""
@@ -124,12 +105,6 @@ def pipeline(
     line, question and a new line. `ValueError` as of `fewkeys.cache`, and for a model that generates no text.
     """
     if not unwrapped(model).can_generate():
-        raise ValueError(
-            f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
-            "AutoModelForCausalLM, or embed with an encoder by fewkeys.apply"
-        )
-    if not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it by AutoTokenizer"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model: expected one that generates text, got {name}; load it by AutoModelForCausalLM")
     return Pipeline(model, tokenizer, plan, leaves)

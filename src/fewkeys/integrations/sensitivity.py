@@ -34,10 +34,6 @@ class Sensitivity:
     """
 
     def __init__(self, seed: int) -> None:
-        if torch.is_inference_mode_enabled():
-            raise ValueError(
-                "gradients: expected False under torch.inference_mode(), where torch computes none, got True; leave it"
-            )
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves: list[Tensor] = []
 
@@ -77,10 +73,7 @@ def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None,
     """
     output = result.get("logits", result.get("last_hidden_state"))
     if output is None:
-        raise ValueError(
-            f"gradients: expected a model that returns logits or last hidden states, got {sorted(result)} of "
-            f"{type(model).__name__}; capture without gradients, or a part of the model"
-        )
+        raise ValueError(f"gradients: expected a model that returns logits or last hidden states, got {sorted(result)}")
     shape = tuple(output.shape[:2])
     has_decoder = has_two_parts(model) and part != "encoder"
     mask = batch.get("decoder_attention_mask" if has_decoder else "attention_mask")
@@ -89,9 +82,7 @@ def counted(model: Any, batch: Mapping[str, Any], result: Any, part: str | None,
     if labels is None:
         return real
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
-        raise ValueError(
-            f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {describe(labels)}"
-        )
+        raise ValueError(f"labels: expected integers of shape {shape}, one for each token, got {describe(labels)}")
     labelled = labels.cpu() != IGNORED
     if not has_decoder and is_causal:
         labelled = torch.cat([labelled[:, 1:], torch.zeros_like(labelled[:, :1])], 1)

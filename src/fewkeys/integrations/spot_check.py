@@ -50,13 +50,12 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
         fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
 
     An unbiased estimate of the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries: the error that
-    `fewkeys.compare` reports. The plan runs on the whole input. In each of `queries` equal stretches of a sequence one
-    query of each head is drawn at random and answered exactly. The interval (`fewkeys.guard.interval`) assumes that no
-    single query holds most of the error; docs/quality-control.md has its measured coverage.
+    `fewkeys.compare` reports. The plan runs on the whole input, also where exact attention is faster. In each of
+    `queries` equal stretches of a sequence one query of each head is drawn at random and answered exactly. The interval
+    (`fewkeys.guard.interval`) assumes that no single query holds most of the error (docs/quality-control.md).
 
     Args:
-        query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
-            plan runs even where exact attention is faster.
+        query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`.
         model: a transformers model in eval mode. Every layer gets its input in the exact model, so that errors do not
             add up. `per_layer` of the result has an entry for each.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
@@ -101,12 +100,8 @@ def _check_model(
 
     if isinstance(batches, Tensor | Mapping):
         batches = [batches]
-    is_empty = True
     for _ in exact_passes(model, batches, on_attention):
-        is_empty = False
         calls.clear()
-    if is_empty:
-        raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     if not checks:
-        raise ValueError("model: expected layers that see every key, got only sliding windows, which every plan keeps")
+        raise ValueError("batches: expected at least one batch, and a model with layers that see every key")
     return overall([checks[place] for place in sorted(checks)], confidence)

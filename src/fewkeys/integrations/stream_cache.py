@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.gaps import has_interior_padding
 from fewkeys.integrations import interface
 from fewkeys.integrations.answers import Length, streams
 from fewkeys.integrations.masks import layer_window
-from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import gaps_error, plain
 from fewkeys.memory import Stream, files
 from fewkeys.memory.rows import LeafType
@@ -34,21 +32,18 @@ class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`.
 
     plans: one for all key heads, or one for each. `calls`: a stream for each attention call with the same keys
-    (DiffLlama makes two).
+    (DiffLlama makes two). `answered`: how many of these calls have been made for the newest keys.
     """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plans: Sequence[Plan], window: int | None, leaves: LeafType, config: PreTrainedConfig) -> None:
+    def __init__(self, plans: Sequence[Plan], window: int | None, leaves: LeafType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans, self.window, self.leaves = plans, window, leaves
         self.calls = [self.new_stream()]
-        self.is_waiting = False
-        """Whether tokens came whose attention has not been computed."""
-        self.config = weakref.ref(config)
-        self._length, self._answered = 0, 0
+        self._length, self.answered = 0, 1
 
     def new_stream(self) -> Stream:
         return Stream(self.plans, leaves=self.leaves if any(plan.scanned for plan in self.plans) else None, undo=DRAFT)
@@ -58,39 +53,26 @@ class StreamLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values alone."""
-        self.is_waiting = True
-        self._length, self._answered = self.get_seq_length(), 0
+        self._length, self.answered = self.get_seq_length(), 0
         streams[key_states] = self.attend
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Append the tokens to a stream and return the outputs of their queries."""
-        self.is_waiting = False
-        if not plain(inputs):
-            raise ValueError(
-                "model: its attention has capped scores, learned sinks or a distance bias, which no stream supports; "
-                "use fewkeys.apply and the model's own cache"
-            )
-        if inputs.window != self.window:
-            raise ValueError(
-                f"model: expected the window of its configuration, {self.window}, got a call within {inputs.window}; "
-                "use fewkeys.apply and the model's own cache"
-            )
-        if self._answered == len(self.calls):
+        if not plain(inputs) or inputs.window != self.window:
+            has = "capped scores, learned sinks, a distance bias, or a window other than in its configuration"
+            raise ValueError(f"model: its attention has {has}, which no stream supports; use fewkeys.apply")
+        if self.answered == len(self.calls):
             self.calls.append(self.new_stream())
-        stream = self.calls[self._answered]
+        stream = self.calls[self.answered]
         if stream.length != self._length:
-            raise ValueError(
-                f"past_key_values: expected as many attention calls of a layer as for the {self._length} tokens "
-                f"before, got {self._answered + 1}; use the cache with the model it was made for"
-            )
+            raise ValueError("past_key_values: expected as many attention calls of a layer as for the tokens before")
         if self.window is not None and (inputs.key_mask is not None or stream.is_padded):
-            real = inputs.key_mask
-            if real is None:
-                real = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
+            every = torch.ones_like(inputs.key[:, 0, :, 0], dtype=torch.bool)
+            real = every if inputs.key_mask is None else inputs.key_mask
             if has_interior_padding(torch.cat([stream.key_mask(), real], 1) if stream.length else real):
                 raise gaps_error(self.window)
-        self._answered += 1
+        self.answered += 1
         stream.scale = inputs.scale
         return stream.answer(inputs.query, inputs.key, inputs.value, inputs.key_mask)
 
@@ -108,14 +90,13 @@ class StreamLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name in earlier versions
 
     def reset(self) -> None:
-        self.calls, self.is_waiting = [self.new_stream()], False
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
+        self.calls, self.answered = [self.new_stream()], 1
 
     def batch_select_indices(self, indices: Tensor) -> None:
         for stream in self.calls:
             stream.select(indices)
+
+    reorder_cache = batch_select_indices  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         batch = self.calls[0].batch
@@ -130,11 +111,11 @@ class StreamCache(Cache):
 
     def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], leaves: LeafType) -> None:
         layers = [
-            StreamLayer(layer_plans, layer_window(module), leaves, getattr(module, "config", model.config))
+            StreamLayer(layer_plans, layer_window(module), leaves)
             for layer_plans, module in zip(plans, interface.attention_modules(model), strict=True)
         ]
         super().__init__(layers=[*layers])
-        self._model, self._kind = weakref.ref(model), f"cache of {len(layers)} layers"
+        self._model, self._kind = model, f"cache of {len(layers)} layers"
         leave = ExitStack()
         leave.callback(model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True).remove)
         leave.callback(interface.attach(model, None).detach)
@@ -159,27 +140,18 @@ class StreamCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx == 0:  # of a model that has made no mask
             self._check_lengths()
-        config = self.layers[layer_idx].config()
-        if not self._attached.alive or config is None or config._attn_implementation != NAME:
-            raise ValueError(
-                "past_key_values: expected a cache that is open, got one that was closed, or whose model had its "
-                "attention implementation set since; make another"
-            )
-        if self.layers[layer_idx - 1].is_waiting:
-            raise ValueError(
-                "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
-                "with the model it was made for"
-            )
+        if not self._attached.alive or not self.layers[layer_idx - 1].answered:
+            got = "a closed one, or attention without fewkeys for the last tokens"
+            raise ValueError(f"past_key_values: expected an open cache of this model, got {got}; make another")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_lengths(self) -> None:
         """Raise `ValueError` where an earlier call stopped between two layers."""
         lengths = {stream.length for stream in self._streams}
         if len(lengths) > 1:
+            got = f"{sorted(lengths)} tokens, as a call before did not reach its end"
             raise ValueError(
-                f"past_key_values: expected the same tokens in all layers, got {sorted(lengths)} tokens, as a call "
-                "before did not reach its end; use crop(0) to remove its tokens, or reset() to remove all, and call "
-                "again"
+                f"past_key_values: expected the same tokens in all layers, got {got}; crop(0) removes them"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -194,7 +166,7 @@ class StreamCache(Cache):
         for stream in self._streams:
             stream.check_crop(length, "tokens_to_remove")
         for layer in self.layers:
-            layer.is_waiting = False
+            layer.answered = 1
             for stream in layer.calls:
                 stream.crop(length)
 
@@ -207,31 +179,24 @@ class StreamCache(Cache):
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """Continue from a file that `save` wrote under the same plans. `ValueError` for others, without a change."""
-        model = self._model()
-        device = "cpu" if model is None else model.device
         place, restored = "", list[list[Stream]]()
         try:
             contents = files.read(path, self._kind)
-            size, remainder = divmod(len(contents), len(self.layers))
-            if remainder or not size:
-                raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
+            size = len(contents) // len(self.layers)
             for number, layer in enumerate(self.layers):
                 place, of_layer = f"layer {number}: ", contents[number * size : (number + 1) * size]
-                restored.append([layer.new_stream().restore(*content, device) for content in of_layer])
+                restored.append([layer.new_stream().restore(*content, self._model.device) for content in of_layer])
         except files.FAULTS as error:
             raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {place}{error}") from None
         for layer, calls in zip(self.layers, restored, strict=True):
-            layer.calls, layer.is_waiting = calls, False
+            layer.calls, layer.answered = calls, 1
         return self
 
     def __getstate__(self) -> None:
         raise TypeError("past_key_values: expected a cache that can be pickled, got one of fewkeys; use save(path)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
-        model = self._model()
-        if model is None:
-            raise ValueError("past_key_values: expected a cache whose model is still there, got one without its model")
-        twin = StreamCache(model, [layer.plans for layer in self.layers], self.layers[0].leaves)
+        twin = StreamCache(self._model, [layer.plans for layer in self.layers], self.layers[0].leaves)
         for new, layer in zip(twin.layers, self.layers, strict=True):
             new.calls = copy.deepcopy(layer.calls, memo)
         return twin
@@ -245,13 +210,8 @@ def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, An
     if not isinstance(cache, StreamCache):
         return
     if kwargs.get("use_cache") is False:
-        raise ValueError(
-            "use_cache: expected True with a cache of fewkeys, which takes every token once, got False (perhaps from "
-            "the model's configuration); pass use_cache=True"
-        )
+        raise ValueError("use_cache: expected True with a cache of fewkeys, got False; pass use_cache=True")
     begins_again = cache.get_seq_length() > 0 and isinstance(places, Tensor) and not bool(places[..., 0].any())
     if begins_again and bool(cache.layers[0].calls[0].key_mask().any()):
-        raise ValueError(
-            "position_ids: expected places after those of the tokens in the cache, got the first place again; generate "
-            "passes all tokens again with prompt_lookup_num_tokens or assistant_model: use these with an empty cache"
-        )
+        fix = "prompt_lookup_num_tokens and assistant_model, which pass all tokens again, need an empty cache"
+        raise ValueError(f"position_ids: expected places after those of the tokens in the cache, got the first; {fix}")

@@ -4,10 +4,11 @@ A call that runs meanwhile in another thread stays correct: a mask that the mode
 attention, and SDPA reads ours (`masks.KeyMask`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fewkeys.integrations.answers import LOCK, Scope
 from fewkeys.integrations.mpnet import is_mpnet
@@ -21,11 +22,11 @@ class SwitchedConfig:
     """A configuration's own implementation, and the scopes that need the switch (None: a cache)."""
 
     implementation: str | None
-    holders: tuple[Scope | None, ...] = ()
+    holders: list[Scope | None] = field(default_factory=list)
 
 
-switched: dict[int, SwitchedConfig] = {}
-"""By the `id` of the configuration, which `release` keeps alive."""
+switched = WeakIdKeyDictionary()
+"""A `SwitchedConfig` for each configuration that is switched."""
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -39,10 +40,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
     for part in parts.values():  # the outermost of each configuration
         if not part._can_set_attn_implementation() and not any(map(is_mpnet, part.modules())):
-            raise ValueError(
-                f"model: {type(part).__name__} does not let its attention implementation be set, so its attention "
-                "cannot be replaced"
-            )
+            raise ValueError(f"model: {type(part).__name__} does not let its attention implementation be set")
     for config in configs:  # the list grows
         configs += [inner for name in config.sub_configs if (inner := getattr(config, name, None)) is not None]
     return list({id(config): config for config in configs}.values())
@@ -52,28 +50,33 @@ def hold(configs: list[Any], holder: Scope | None) -> None:
     """Keep these configurations switched until as many calls of `release`."""
     with LOCK:
         for config in configs:
-            entry = switched.setdefault(id(config), SwitchedConfig(config._attn_implementation))
+            entry = switched.setdefault(config, SwitchedConfig(config._attn_implementation))
             if config._attn_implementation != NAME:  # new, or set to another one since
                 entry.implementation = config._attn_implementation
                 config._attn_implementation = {"": NAME}  # of this one, not of nested ones
-            entry.holders = (*entry.holders, holder)
+            entry.holders.append(holder)
 
 
 def release(configs: list[Any], holder: Scope | None) -> None:
     """Undo one `hold`."""
     with LOCK:
         for config in configs:
-            entry = switched[id(config)]
-            index = entry.holders.index(holder)
-            entry.holders = entry.holders[:index] + entry.holders[index + 1 :]
+            entry = switched[config]
+            entry.holders.remove(holder)
             if not entry.holders:
                 if config._attn_implementation == NAME:  # another one that a user has set stays
                     config._attn_implementation = {"": entry.implementation}
-                del switched[id(config)]
+                del switched[config]
+
+
+def holders(config: Any) -> list[Scope]:
+    """The scopes of plans that need the switch of a configuration."""
+    entry = switched.get(config)
+    return [] if entry is None else [scope for scope in entry.holders if scope is not None]
 
 
 def own_implementation(config: Any) -> str | None:
     """The implementation of a configuration without us; None: unknown, as in a copy of a switched one."""
-    entry = switched.get(id(config))
+    entry = None if config is None else switched.get(config)
     name: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
     return None if name == NAME else name

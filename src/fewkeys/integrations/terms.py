@@ -47,8 +47,8 @@ def check_honoured(module: nn.Module, options: Mapping[str, Any], has_stream: bo
     for name, value in options.items():
         if name not in honoured and value is not None and value is not False:
             raise ValueError(
-                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
-                "does not support; use a model or a call without it, or model.set_attn_implementation('eager')"
+                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys does not "
+                "support; call without it, or model.set_attn_implementation('eager')"
             )
 
 
@@ -82,10 +82,7 @@ def distance_bias(bias: Tensor | None, offset: int) -> Tensor | None:
     by_distance = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
     queries, keys = bias.shape[2:]
     if not by_distance or not 0 <= offset <= max(0, keys - 1):
-        raise ValueError(
-            "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
-            f"another, {tuple(bias.shape)}, which no plan supports"
-        )
+        raise ValueError("position_bias: expected a bias that depends on the distance alone, as plans support it")
     line = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # from the last query to the last key
     before, after = offset + queries - 1, keys - 1 - offset
     table = pad(line, (max(0, after - before), max(0, before - after)), mode="replicate")
@@ -117,9 +114,10 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
         plan = Plan(Window(inputs.window))
-    if isinstance(plan, Sequence):
-        return tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
-    return _plan_in_terms(inputs, plan or Plan())
+    if not isinstance(plan, Sequence):
+        return _plan_in_terms(inputs, plan or Plan())
+    plans = tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+    return plans[0] if len(plans) == 1 else plans
 
 
 def window_has_gaps(inputs: AttentionInputs) -> bool:
@@ -130,10 +128,8 @@ def window_has_gaps(inputs: AttentionInputs) -> bool:
 
 def gaps_error(window: int) -> ValueError:
     """The error of a window that would count padding."""
-    return ValueError(
-        "attention_mask: expected padding at the ends of a sequence, got some between its tokens, which this model's "
-        f"window of {window} tokens would count; move the padding to one end"
-    )
+    what = f"got some between its tokens, which this model's window of {window} tokens would count"
+    return ValueError(f"attention_mask: expected padding at the ends of a sequence, {what}")
 
 
 def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
@@ -154,13 +150,6 @@ def plain(inputs: AttentionInputs) -> bool:
     return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
 
 
-def check_sink(sink: Tensor | None, heads: int) -> Tensor | None:
-    """The sinks (Hq,) that a model passes."""
-    if sink is not None and sink.numel() != heads:
-        raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
-    return None if sink is None else sink.reshape(-1)
-
-
 def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable[[AttentionInputs], Tensor]) -> Tensor:
     """The output of `answer`, which gets a row for each packed sequence. starts: `cu_seq_lens_q`."""
     tokens = inputs.query.shape[2]
@@ -169,10 +158,8 @@ def by_sequence(inputs: AttentionInputs, starts: Tensor | None, answer: Callable
     lengths = starts.diff()
     is_row = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
     if not is_row or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
-        raise ValueError(
-            f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, no padding or distance bias, "
-            f"got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row and attention_mask"
-        )
+        wanted = f"places from 0 to the {tokens} tokens of one row, without padding and distance bias"
+        raise ValueError(f"cu_seq_lens_q: expected {wanted}, got {starts.tolist()} for {inputs.query.shape[0]} rows")
     real = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
 
     def in_rows(packed: Tensor) -> Tensor:

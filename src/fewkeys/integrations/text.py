@@ -25,16 +25,11 @@ def batches(
     before, after = _specials(tokenizer)
     inside = length - len(before) - len(after)
     if inside < 1:
-        raise ValueError(
-            f"length: expected room beside {len(before) + len(after)} special tokens, got {length}; choose more"
-        )
+        raise ValueError(f"length: expected more than {len(before) + len(after)} special tokens, got {length}")
     tokens = _tokens(texts, tokenizer, inside * sequences)
     count = len(tokens) // inside
     if count == 0:
-        raise ValueError(
-            f"text: expected at least {inside} tokens (one sequence of {length} with special tokens), "
-            f"got {len(tokens)}; give more text or choose a smaller length"
-        )
+        raise ValueError(f"text: expected at least {inside} tokens (one sequence of {length}), got {len(tokens)}")
     rows = [[*before, *tokens[i * inside : (i + 1) * inside], *after] for i in range(min(count, sequences))]
     ids = torch.tensor(rows, dtype=torch.long, device="cpu")
     return list(ids.split(max(1, BATCH_TOKENS // length)))

@@ -50,7 +50,7 @@ def apply(
         model: a transformers model or a part of one (`model.encoder`), or a module around one (SentenceTransformer,
             peft, compiled, distributed). docs/families.md lists model families.
         plan: one plan, or one for each attention layer, as a sequence or a mapping from layer index. That of a layer
-            may be a sequence with one for each key head, as in a `ModelPlan`.
+            may be a sequence with one for each key head. A `ModelPlan` is all of these.
         impl, generator: as in `fewkeys.attention`. With `impl="auto"`, the model's own SDPA answers calls for which
             exact attention is expected to be faster; `plan.never_exact()` always runs.
         max_error: as in `fewkeys.attention`, for each layer by itself; `fallbacks` of the result counts. Decoded tokens
@@ -102,7 +102,7 @@ class Applied(attach):
 class ByPlan:
     """The answer of a plan for each layer."""
 
-    plans: tuple[LayerPlan | None, ...]
+    plans: tuple[tuple[Plan, ...], ...]
     impl: Impl
     generator: torch.Generator | None
     guards: tuple[Guard | None, ...]
@@ -110,46 +110,36 @@ class ByPlan:
     """The layers of cross-attention."""
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None:
-        plan, guard = self.plans[layer], self.guards[layer]
+        plans, guard = self.plans[layer], self.guards[layer]
         if inputs.window is not None:
-            plan, guard = Plan(Window(inputs.window), exact_if_faster=True), None
-        if plan is None:
-            raise ValueError(
-                f"plan: expected a sliding window in layer {layer}, got a call without; pass a plan for every layer"
-            )
-        if plain(inputs) and window_has_gaps(inputs):
-            return None
-        if guard is None and plain(inputs):  # `attention` counts calls with a guard
-            rows = (inputs.query, inputs.key, inputs.value)
-            if gives_way(plan, rows, inputs.is_causal, inputs.query_offset, self.impl):
+            plans, guard = (Plan(Window(inputs.window), exact_if_faster=True),), None
+        if not plans:
+            raise ValueError(f"plan: expected one for layer {layer}, whose call has no window; pass one for each layer")
+        if plain(inputs):
+            rows, how = (inputs.query, inputs.key, inputs.value), (inputs.is_causal, inputs.query_offset, self.impl)
+            # `attention` counts calls with a guard.
+            if window_has_gaps(inputs) or (guard is None and gives_way(plans, rows, *how)):
                 return None
         inputs = inputs.apart() if layer in self.cross else inputs
-        return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
+        return attend(inputs, plans, impl=self.impl, generator=self.generator, max_error=guard)
 
 
-def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
-    """The plan of each layer; None for layers with a window of their own, where all of these were left out."""
+def plans_per_layer(plan: Plans, modules: Sequence[nn.Module]) -> list[tuple[Plan, ...]]:
+    """The plans of each layer: one for all key heads, or one for each; none for layers with a window that lack one."""
     layers = len(modules)
     if isinstance(plan, Plan):
-        return [plan] * layers
-    if isinstance(plan, Mapping):
-        if set(plan) != set(range(layers)):
-            raise ValueError(f"plan: expected one plan for each layer 0 to {layers - 1}, got layers {sorted(plan)}")
-        plan = [plan[layer] for layer in range(layers)]
-    if not isinstance(plan, Sequence):
+        return [(plan,)] * layers
+    if not isinstance(plan, Mapping | Sequence):
         raise TypeError(f"plan: expected a Plan, or one per layer, got {type(plan).__name__}")
-    for layer, layer_plan in enumerate(plan):
-        for head_plan in layer_plan if isinstance(layer_plan, Sequence) else (layer_plan,):
-            if not isinstance(head_plan, Plan):
-                raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(head_plan).__name__}")
-    if len(plan) == layers:
-        return [*plan]
+    if not isinstance(plan, ModelPlan):
+        plan = ModelPlan.of(plan if isinstance(plan, Mapping) else dict(enumerate(plan)))
     no_window = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
-    if len(plan) != len(no_window):
+    of_plan = range(layers) if len(plan) == layers else no_window
+    if len(plan) != len(of_plan):
         also = "" if len(no_window) == layers else f", or of the {len(no_window)} that see every key"
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plan)}")
-    plan_of = dict(zip(no_window, plan, strict=True))
-    return [plan_of.get(layer) for layer in range(layers)]
+    plan_of = dict(zip(of_plan, plan, strict=True))
+    return [plan_of.get(layer, ()) for layer in range(layers)]
 
 
 def check_same_weights(plan: ModelPlan, modules: Sequence[nn.Module]) -> None:
@@ -157,8 +147,5 @@ def check_same_weights(plan: ModelPlan, modules: Sequence[nn.Module]) -> None:
     tuned: Any = plan.record.get("weights") or []
     weights = weights_of(modules) if tuned else []
     if len(weights) == len(tuned) and any(abs(a - b) > TOLERANCE * b for a, b in zip(weights, tuned, strict=True)):
-        warnings.warn(
-            f"plan: tuned on {plan.record.get('model')}, and this model's attention has other weights; measure it by "
-            "fewkeys.compare, or tune it again",
-            stacklevel=4,
-        )
+        what = f"tuned on {plan.record.get('model')}, and this model's attention has other weights"
+        warnings.warn(f"plan: {what}; measure it by fewkeys.compare, or tune it again", stacklevel=4)
