@@ -533,9 +533,7 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "more"), [("encoder", []), ("decoder", ["--memory=constant"]), ("decoder", ["--gradients"])]
-)
+@pytest.mark.parametrize(("kind", "more"), [("encoder", []), ("decoder", ["--gradients"])])
 def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, tmp_path):
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
     code, shown, err = run("tune", more, model=folder, out=out)
@@ -565,7 +563,6 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     refused(run("tune", out=tmp_path / "new", slots=None, **{"held-out": 0}), "--held-out")
     refused(run("tune", out=None), "--out")
     refused(run("tune", out=tmp_path / "new", slots=32), "--slots", "fewer than the 32 tokens")
-    refused(run("tune", ["--memory=constant"], out=tmp_path / "new"), "error: --memory: expected", "sees the future")
     assert left(tmp_path) == ["out", "words.txt"]
     code, shown, err = run("tune", out=out, slots=None, sequences=2, **{"max-error": 1e-9})
     assert code == 0, err

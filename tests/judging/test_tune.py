@@ -285,26 +285,15 @@ def test_refusals():
         fk.tune(taken, 0)
     with pytest.raises(ValueError, match="max_error: expected"):
         fk.tune(taken, max_error=0.0)
-    with pytest.raises(ValueError, match="memory: expected 'all' for attention that sees the future, got 'constant'"):
-        fk.tune(taken, 8, memory="constant")
 
 
-@pytest.mark.parametrize("memory", ["all", "constant"])
-def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
-    actual = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
-    assert actual[0].plan == fk.budget(128, is_causal=True, memory=memory)
+def test_candidates_of_decoders_keep_all_keys_at_hand():
+    actual = splits(128, is_causal=True, keys=2000, width=64)
+    assert actual[0].plan == fk.budget(128, is_causal=True)
     scans = {candidate.slots for candidate in actual if isinstance(candidate.plan.rest, fk.BlockMeans)}
-    assert scans == ({32, 48, 64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
+    assert scans == {32, 48, 64, 96, 128, 176, 240, 320, 512, 768, 2000}
     parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in actual[1:-1]}
-    lists = [
-        (fk.Window,),
-        (fk.select.Leverage, fk.Window),
-        (fk.Sinks, fk.Window),
-        (fk.Sinks, fk.select.Leverage, fk.Window),
-    ]
-    pasts = [(fk.select.RecentBlocks, fk.rest.RunningMeans), (fk.Sinks, fk.select.RecentBlocks, fk.rest.RunningMeans)]
-    of_memory = {"all": [(fk.KeyScan, fk.BlockMeans), (fk.Sinks, fk.Window, fk.Drop)]}
-    assert parts == {*of_memory.get(memory, [*pasts, *((*part, fk.Drop) for part in lists)])}
+    assert parts == {(fk.KeyScan, fk.BlockMeans), (fk.Sinks, fk.Window, fk.Drop)}
 
 
 def test_what_is_left_is_spent_where_a_slot_gains_most():

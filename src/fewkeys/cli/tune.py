@@ -28,8 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "recommended for decoders (docs/tuning.md)"
     )
     parser.add_argument("--gradients", action="store_true", help=gradients)
-    memory = "for decoders: keep all keys in memory (default), or use constant memory"
-    parser.add_argument("--memory", choices=("all", "constant"), default="all", help=memory)
     add_value(parser, "--held-out", number(), "0.25", "share of the sequences held out", "SHARE")
     add_common(parser, "folder for the results")
     parser.set_defaults(kept="finished layers")
@@ -64,9 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
         step(0, 1, "exact attention of every layer")
         captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
-        options = {name: getattr(arguments, name) for name in ("slots", "max_error", "memory", "seed")}
-        with inputs.named_as_options(memory="--memory"):
-            plan = tune(captured, **options, directory=work, progress=step)
+        options = {name: getattr(arguments, name) for name in ("slots", "max_error", "seed")}
+        plan = tune(captured, **options, directory=work, progress=step)
         paid = max(1, round(plan.record["slots"]))
         rows: dict[str, Any] = standard_plans(paid, is_causal=captured.is_causal, length=arguments.length)
         options = {"model": model, "batches": held_out, "seed": arguments.seed}

@@ -1,11 +1,11 @@
 """The plans that tuning chooses from: splits of a number of slots."""
 
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fewkeys.plan import OWN_BLOCK, Plan, budget
-from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
-from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
+from fewkeys.rest import BlockMeans, ClusterMeans
+from fewkeys.select import KeyScan, Leverage, Outliers, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots of a head, in units of the mean."""
@@ -17,40 +17,31 @@ HEAVY, WINDOW, RANK = (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5), (0.0, 1 / 8, 
 """Shares of the slots that are tried."""
 SCAN_MEANS = (1 / 32, 1 / 8)
 """Shares of the slots for means beside a scan."""
-CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
 class Candidate(NamedTuple):
-    """A plan and its slots: the most keys of a query (of recent blocks: on average over a block), plus stand-ins."""
+    """A plan and its slots: the most keys of a query, plus stand-ins."""
 
     plan: Plan
     slots: int
 
 
-def splits(
-    slots: int,
-    *,
-    is_causal: bool,
-    keys: int,
-    width: int,
-    memory: Literal["all", "constant"] = "all",
-    biased: bool = False,
-) -> list[Candidate]:
+def splits(slots: int, *, is_causal: bool, keys: int, width: int, biased: bool = False) -> list[Candidate]:
     """`budget(slots)` (with a causal bias of the distance, `biased`, sinks and a window), the plans that `fewkeys.tune`
     names at every level, and exact attention over `keys` keys. width: D + Dv, for the price of the first-order term.
     """
-    listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
-    first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
+    searched = is_causal and not biased
+    first = _near(slots) if is_causal and biased else budget(slots, is_causal=is_causal)
     candidates = [Candidate(first, slots)]
     for level in SEARCHED if searched else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
             continue
-        if is_causal:
-            plans = _searched(size, slots) if searched else _lists(size) if listed else _running(size) + _lists(size)
+        if searched:
+            plans = _searched(size, slots)
         else:
-            plans = _of_cohorts(size, width)
+            plans = _lists(size) if is_causal else _of_cohorts(size, width)
         candidates += [Candidate(plan, size) for plan in plans]
     # A scan for as many keys as the capture has keeps all of them; in a longer cache it would choose.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
@@ -88,15 +79,6 @@ def _near(slots: int) -> Plan:
     return _with_sinks(sinks, Window(slots - sinks))
 
 
-def _running(slots: int) -> list[Plan]:
-    plans = []
-    for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
-        means = slots - (block + block // 2 + 1) - sinks
-        if means > 0:
-            plans.append(_with_sinks(sinks, RecentBlocks(block), RunningMeans(means)))
-    return plans
-
-
 def _lists(slots: int) -> list[Plan]:
     """Sinks, centred leverage and a window, without stand-ins."""
     plans = []
@@ -109,5 +91,5 @@ def _lists(slots: int) -> list[Plan]:
     return plans
 
 
-def _with_sinks(sinks: int, keep: Selector, rest: Rest = Drop()) -> Plan:
-    return Plan(Sinks(sinks) | keep if sinks else keep, rest, exact_if_faster=True)
+def _with_sinks(sinks: int, keep: Selector) -> Plan:
+    return Plan(Sinks(sinks) | keep if sinks else keep, exact_if_faster=True)

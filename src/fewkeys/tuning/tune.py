@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -34,15 +33,14 @@ def tune(
     max_error: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-    memory: Literal["all", "constant"] = "all",
     seed: int = 0,
 ) -> ModelPlan:
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
     Splits of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8 to 4 times the
     mean slots, are run in every head of the captured text. Causal: scans, up to 6 times the mean, and sinks with a
-    window, down to 1/8; `memory="constant"`: sinks, leverage and windows, recent blocks and running means; with a bias
-    of the distance (T5): sinks, leverage and windows. The choice minimises, over all heads,
+    window, down to 1/8; with a bias of the distance (T5): sinks, leverage and windows. The choice minimises, over all
+    heads,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
@@ -57,7 +55,6 @@ def tune(
         max_error: in place of `slots`, the largest mean relative output error, as reports show it, on this text; slots
             are then as few as the candidates allow.
         directory: for finished layers, so that an interrupted run on the same capture goes on.
-        memory: of causal plans, as in `fewkeys.budget`.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 
@@ -84,10 +81,8 @@ def tune(
     if max_error is not None:
         check_real("max_error", max_error, above=0.0)
     asked = DEFAULT_SLOTS if slots is None else check_count("slots", slots)
-    if memory != "all" and not capture.is_causal:
-        raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
     causal, keys, width = capture.is_causal, capture.longest, capture.head_dim + capture.value_dim
-    candidates = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
+    candidates = splits(asked, is_causal=causal, keys=keys, width=width, biased=capture.biased)
     scores = _scores(capture, candidates, None if directory is None else Path(directory), progress, seed)
     if capture.gradients:
         cost = scores.output_change
