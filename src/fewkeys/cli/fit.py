@@ -5,9 +5,7 @@ Sparsefinder.from_pretrained) and fit.json. Run the same command again to contin
 """
 
 import argparse
-import math
 import shutil
-from dataclasses import asdict
 from typing import Any
 
 from fewkeys.cli import inputs
@@ -17,8 +15,6 @@ from fewkeys.cli.progress import progress
 
 WORK = ".fitting"
 """The folder in --out for the state of the fit, removed at the end."""
-WINDOW = 3
-"""Keys of the window beside every grouping of the table."""
 JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "entropy")
 DROP = ("entropy", "computation", "random", "window", "exact")
 """Columns that are left out in narrow terminals, in this order."""
@@ -49,61 +45,23 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         captured, _ = inputs.read(arguments, step, alpha=arguments.alpha)
 
-        from fewkeys.papers.sparsefinder import Sparsefinder
-        from fewkeys.papers.sparsefinder.evaluate import judge
-        from fewkeys.select import Window
+        from fewkeys.papers.sparsefinder.held_out import fit_and_judge
 
-        sequences = captured.sequences
-        held_out = max(1, round(arguments.held_out * sequences))
-        if sequences - held_out < 2:
-            raise ValueError(
-                f"--held-out: expected at least 2 sequences left to fit on, got {sequences} in all and {held_out} held "
-                "out; give more text"
-            )
-        seen, unseen = captured.part(0, sequences - held_out), captured.part(sequences - held_out, sequences)
         work = arguments.out / WORK
         names = ("rank", "alpha", "shared", "margin", "lr", "epochs", "batch", "seed")
         settings = {name: getattr(arguments, name) for name in names}
-        finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
-        raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        spaces, groupings = {"projected": finder, "raw": raw}, _groupings(unseen.longest, arguments.margin)
-        rows = judge(spaces, unseen, groupings, keep=Window(WINDOW), done=lambda i, n: step(i, n, "held-out sequences"))
-    report = {
-        "model": captured.model_name,
-        "shape": asdict(finder.shape),
-        "settings": asdict(finder.settings),
-        "sequences": {"seen": seen.sequences, "held_out": unseen.sequences},
-        "window": WINDOW,
-        "rows": rows,
-    }
-
-    title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
-    deliver(arguments, report, lambda: _print_table(rows, title), "fit.json", finder.save_pretrained)
+        with inputs.named_as_options(share="--held-out"):
+            finder, report = fit_and_judge(captured, arguments.held_out, directory=work, progress=step, **settings)
+    deliver(arguments, report, lambda: _print_table(report), "fit.json", finder.save_pretrained)
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _groupings(length: int, margin: float) -> list[Any]:
-    """Every kind: about as many clusters as the root of the length, a distance like the margin."""
-    from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
-
-    root = max(2, round(math.sqrt(length)))
-    counts = sorted({max(2, root // 2), root})
-    return [
-        *(Clusters(count) for count in counts),
-        Clusters(root, top=2),
-        Clusters(root, rounds=2),
-        *(ClusterPairs(root, lift) for lift in (2.0, 1.0)),
-        Buckets(root),
-        Buckets(root, "uniform"),
-        Distance(round(margin**0.5, 3)),
-    ]
-
-
-def _print_table(rows: list[dict[str, Any]], title: str) -> None:
+def _print_table(report: dict[str, Any]) -> None:
     from fewkeys.report.table import show
 
     def cells(row: dict[str, Any]) -> dict[str, str]:
         shown = {name: "-" if row[name] is None else f"{row[name]:.3f}" for name in JUDGED}
-        return {f"grouping + window {WINDOW}": row["name"], "space": row["space"], **shown}
+        return {f"grouping + window {report['window']}": row["name"], "space": row["space"], **shown}
 
-    print(show([cells(row) for row in rows], title=title, notes={"space": NOTE}, drop=DROP))
+    title = "{held_out} held-out sequences, fitted on {seen}".format(**report["sequences"])
+    print(show([cells(row) for row in report["rows"]], title=title, notes={"space": NOTE}, drop=DROP))
