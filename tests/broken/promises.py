@@ -200,13 +200,6 @@ PROMISES = (
         (Law("kernels/test_native_failures", "no_memory and gradient0 or no_memory and False"),),
     ),
     Breakage(
-        "a native failure is an exception: Ctrl-C is not watched for",
-        "native/build.py",
-        "library.fewkeys_watch()",
-        "pass",
-        (Law("kernels/test_native_failures", "an_interrupt"),),
-    ),
-    Breakage(
         "no instruction that a processor lacks: one flag of a set is enough",
         "native/sets.py",
         "if isa.flags <= flags)",

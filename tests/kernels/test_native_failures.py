@@ -1,10 +1,8 @@
-"""A kernel that cannot go on ends in a Python exception: without memory, and on Ctrl-C."""
+"""A kernel that cannot go on ends in a Python exception."""
 
 import ctypes
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -64,67 +62,6 @@ def test_no_memory_is_a_memory_error_wherever_it_happens(plan, is_causal, gradie
     for one, other in zip(actual, whole, strict=True):
         assert torch.equal(one, other)
 
-
-INTERRUPT = """
-import os, signal, threading, torch
-import fewkeys as fk
-from fewkeys.native import build
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what they run in the background
-plan = {plan}
-x = torch.randn(1, 1, {tokens}, 32)
-build.counters()
-
-def work():
-    total = 0
-    while not total:
-        total += build.counters()["multiply_adds"]
-    os.kill(os.getpid(), signal.SIGINT)
-
-def attend(x):
-    return fk.attention(x, x, x, plan=plan, is_causal={causal}, impl="native")
-
-small = x[:, :, : {tokens} // 64]
-attend(small)
-usual = 64 * build.counters()["multiply_adds"]
-thread = threading.Thread(target=work)
-thread.start()
-try:
-    attend(x)
-except KeyboardInterrupt:
-    thread.join()
-    print("interrupted", build.counters()["multiply_adds"] < usual / 2)
-    assert torch.equal(attend(small), attend(small))
-else:
-    print("finished")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "causal", "tokens"),
-    [("fk.Plan(fk.Window(257))", False, 200_000), ("fk.budget(64, is_causal=True)", True, 200_000)],
-)
-def test_an_interrupt_ends_a_kernel_before_it_is_done(plan, causal, tokens, monkeypatch):
-    """Told by what was computed: less than half of the whole."""
-    monkeypatch.setenv(build.COUNT, "1")
-    code = INTERRUPT.format(plan=plan, causal=causal, tokens=tokens)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
-    assert done.stdout.split() == ["interrupted", "True"], done.stderr
-
-
-def test_a_handler_of_the_program_is_its_own_business():
-    """Who catches SIGINT without an exception gets the whole answer."""
-    seen, before = [], signal.signal(signal.SIGINT, lambda *_: seen.append(1))
-    try:
-        x = torch.randn(1, 1, 20_000, 16)
-        timer = threading.Timer(0.0, signal.raise_signal, (signal.SIGINT,))
-        timer.start()
-        output = fk.attention(x, x, x, keep=fk.Window(65), impl="native")
-        timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert torch.equal(output, fk.attention(x, x, x, keep=fk.Window(65), impl="native"))
 
 
 def test_too_many_threads_are_an_error_not_a_crash(capsys):

@@ -59,11 +59,7 @@ def attention(
         group: as in `leverage_scores`.
 
     Returns:
-        (B, Hq, Nq_local, Dv) in the input's dtype. The same keys are kept as in one process, unless scores at the cut
-        lie within rounding of each other (see `leverage_scores`). Outputs then differ only by the order of sums: at
-        most `(2 D S + |keep|) u max |v|`, S the largest sum of absolute terms of a score, u the unit of the precision,
-        float32 or better.
-
+        (B, Hq, Nq_local, Dv) in the input's dtype: the output of one process but for rounding (docs/distributed.md).
         Gradients of the sum of all ranks' losses flow to these queries, and to kept keys and values on the ranks that
         own them. The backward pass is a collective, too.
 

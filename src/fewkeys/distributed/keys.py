@@ -28,12 +28,9 @@ def leverage_scores(key: Tensor, *, group: dist.ProcessGroup | Communicator | No
         group: a process group, or a `Communicator`, which sets the timeout and counts bytes; None: the default group.
 
     Returns:
-        (B, H, N_local), float64 for float64 input and float32 otherwise, computed in float64. Scores differ from those
-        of one process in float64 by a relative error of a few `D u kappa^2`, u = 1e-16, kappa the condition number of
-        the keys with columns of equal norm.
-
-        Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
-        `8 B H D^2` bytes; for float64 also one of `8 B H D`. Cost O(N_local D^2).
+        (B, H, N_local), float64 for float64 input, else float32: the scores of one process but for rounding
+        (docs/distributed.md). Bytes sent by a rank do not depend on the number of tokens: about 1 KB, and two
+        all-reduces of `8 B H D^2`. Cost O(N_local D^2).
 
     Raises:
         TypeError, ValueError: on every rank, if arguments of one are malformed or arguments differ.
@@ -49,8 +46,7 @@ def leverage_scores(key: Tensor, *, group: dist.ProcessGroup | Communicator | No
 def universal_set(key: Tensor, eps: float, *, group: dist.ProcessGroup | Communicator | None = None) -> Tensor:
     """The keys of this rank that belong to the universal set of all ranks' keys. A collective.
 
-    The set holds every attention entry >= `eps` under weights `|s|^2`, for every possible query. It is that of one
-    process, unless a score is within rounding (see `leverage_scores`) of the least that counts, `eps (1 - 1e-9)`.
+    The set holds every attention entry >= `eps` under weights `|s|^2`, for every possible query.
 
     Args:
         key, group: as in `leverage_scores` here.

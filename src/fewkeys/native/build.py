@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from signal import SIGINT, default_int_handler, getsignal
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +38,11 @@ class LargeError(ArithmeticError):
     """A number exceeds the limit of a call."""
 
 
-_FAILURES: dict[int, tuple[type[BaseException], str]] = {
+_FAILURES: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "there is no memory for its buffers"),
-    2: (KeyboardInterrupt, "it was interrupted"),
-    3: (RuntimeError, "it failed"),
-    4: (IndefiniteError, "rounding made a matrix indefinite"),
-    5: (LargeError, "a number exceeds its limit"),
+    2: (RuntimeError, "it failed"),
+    3: (IndefiniteError, "rounding made a matrix indefinite"),
+    4: (LargeError, "a number exceeds its limit"),
 }
 """The error for each code that a kernel returns: `Outcome` of `team.h`."""
 _LOADING, _recorder = threading.RLock(), threading.local()
@@ -92,9 +90,8 @@ def identity() -> str:
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16.
 
-    Raises `MemoryError` if there is no memory for its buffers, and `KeyboardInterrupt` soon after Ctrl-C in the main
-    thread, if Python's own handler is installed. Its outputs are then incomplete. Raises `IndefiniteError` for a matrix
-    without a Cholesky factor, and `LargeError` for a number above the limit in `problem`.
+    Raises `MemoryError` if there is no memory for its buffers, `IndefiniteError` for a matrix without a Cholesky
+    factor, and `LargeError` for a number above the limit in `problem`.
     """
     if (steps := getattr(_recorder, "steps", None)) is not None:
         steps.append((name, problem, *dtypes))
@@ -104,11 +101,8 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
 def repeat(steps: Sequence[Step]) -> None:
     """Run kernels one after the other, as `call` does."""
     library, threads = _library(), ctypes.c_int(torch.get_num_threads())
-    is_watched = threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler
     for name, problem, *dtypes in steps:
         kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
-        if is_watched:
-            library.fewkeys_watch()
         if outcome := getattr(library, name)(ctypes.byref(problem), *kinds, threads):
             error, reason = _FAILURES[outcome]
             raise error(f"{name}: expected it to finish, but {reason}")

@@ -34,9 +34,6 @@ EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, StandIns)
 EXPORT(halve, Halves)
 
-// From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
-FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
-
 // The instruction set that this library was compiled for, as `sets.py` names it.
 FEWKEYS_EXPORT const char *fewkeys_set() { return FEWKEYS_SET; }
 

@@ -120,17 +120,18 @@ class NearWeights {
   }
 };
 
-// The columns of a cohort as dense rows.
+// The columns of a cohort as dense rows: the list, stand-ins, and factors of the first-order term.
 template <class T>
-class Columns {
- public:
-  const int count;
+struct Columns {
+  const Near &p;
+  const int count, wide;  // wide: padded Dv
+  Floats key, value;
 
   explicit Columns(const Near &p)
-      : count(p.entries + p.means + p.rank), p(p), wide(round_up(p.value_dim)), key(count * p.dim),
+      : p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)), key(count * p.dim),
         value(count * wide) {}
 
-  // Copies the list, whose unused entries become zero, the stand-ins, and the factors of the first-order term.
+  // Unused entries of the list become zero.
   void gather(int64_t cohort) {
     const int64_t dim = p.dim, value_dim = p.value_dim, head = cohort / p.cohorts;
     float *to_key = key.data(), *to_value = value.data();
@@ -149,21 +150,6 @@ class Columns {
       for (int64_t d = 0; d < dim; d++) *to_key++ = p.left_factor[(cohort * dim + d) * p.rank + r];
     copy_rows(p.right_factor + cohort * p.rank * value_dim, value_dim, p.rank, value_dim, wide, to_value);
   }
-
-  // Inner products (count, TILE) with queries in lanes.
-  void dots(const float *query, float *score) const {
-    fewkeys::dots(key.data(), p.dim, count, p.dim, query, score);
-  }
-
-  // Adds the sums (SOME, padded Dv) of all values for SOME queries; weights (count, TILE).
-  void mix(const float *weight, float *sums) const {
-    fewkeys::mix(value.data(), wide, count, wide, weight, TILE, sums, wide);
-  }
-
- private:
-  const Near &p;
-  const int64_t wide;
-  Floats key, value;
 };
 
 }  // namespace fewkeys

@@ -63,7 +63,7 @@ class CohortAttention {
     for (int i = 0; i < rows; i++) prefetch<3, true>(&around.mixed[row[i] * around.wide], around.wide * sizeof(float));
     if (gathered != of) shared.gather(of), gathered = of;
     to_lanes(asking, rows, p.dim, p.scale, query.data());
-    shared.dots(query.data(), weights.score.data());
+    dots(shared.key.data(), p.dim, shared.count, p.dim, query.data(), weights.score.data());
 
     Tile tile;
     weights.begin(of);
@@ -71,7 +71,9 @@ class CohortAttention {
     weights.finish(tile, of, place);
 
     std::fill(mixed.begin(), mixed.end(), 0.0f);
-    for (int i = 0; i < rows; i += SOME) shared.mix(&weights.score[i], &mixed[i * around.wide]);
+    for (int i = 0; i < rows; i += SOME)
+      mix(shared.value.data(), around.wide, shared.count, around.wide, &weights.score[i], TILE, &mixed[i * around.wide],
+          around.wide);
     around.keep(tile, mixed.data(), row, rows);
   }
 

@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <cstdint>
 #include <ctime>
 #include <functional>
@@ -14,7 +13,7 @@
 namespace fewkeys {
 
 // What `build.call` reads.
-enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED, INDEFINITE, LARGE };
+enum Outcome : int { DONE, OUT_OF_MEMORY, FAILED, INDEFINITE, LARGE };
 
 struct Stopped {};
 struct Indefinite {};  // a matrix has no Cholesky factor
@@ -54,44 +53,12 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
-// Notices an interrupt (SIGINT) during one call, if the caller requests it: for this time its handler, which calls the
-// previous one, is installed. Only the main thread requests it, so there is one at a time.
-class Watch {
- public:
-  static void next_call() { wanted = true; }
-  static bool on() { return wanted; }
-  static bool seen() { return interrupted; }
-
-  Watch() : active(wanted) {
-    interrupted = 0;
-    struct sigaction ours = {};
-    if (!active || sigaction(SIGINT, nullptr, &before)) return;
-    active = !(before.sa_flags & SA_SIGINFO) && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN;
-    ours.sa_handler = note, ours.sa_flags = before.sa_flags, ours.sa_mask = before.sa_mask;
-    if (active) sigaction(SIGINT, &ours, nullptr);
-  }
-  ~Watch() {
-    wanted = false;
-    if (active) sigaction(SIGINT, &before, nullptr);
-  }
-
- private:
-  bool active;
-  static inline struct sigaction before;
-  static void note(int signal) {
-    interrupted = 1;
-    before.sa_handler(signal);
-  }
-  static inline volatile sig_atomic_t interrupted = 0;
-  static inline thread_local bool wanted = false;
-};
-
 class Team {
  public:
-  // Throws what stopped the team: a thread has failed, or the call was interrupted.
+  // Throws if a thread has failed.
   void check() const {
     if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
-    if (outcome == FAILED || (watched && Watch::seen())) throw Stopped();
+    if (outcome == FAILED) throw Stopped();
   }
 
   // Runs `work`; called on every thread of the team.
@@ -109,7 +76,6 @@ class Team {
 
  private:
   std::atomic<int> outcome{DONE};
-  const bool watched = Watch::on();
 };
 
 // Raises a number to at least `to`.
@@ -134,12 +100,10 @@ class Fading {
   int64_t late = 0, when = 0;
 };
 
-// How late the other threads start, in nanoseconds, where they were late twice in a row. If another process uses a
-// core, a thread may wait for milliseconds before it runs, and every call waits for all threads. So the caller first
-// works alone for as long as the threads are expected to be late: at most twice the time of the better choice. Beside
-// one busy process, calls on two cores took twice as long on average without this, beside twenty 2 to 7 times. A single
-// late start says nothing: on a quiet machine a few of a hundred calls have one. Neither does one after a pause: waking
-// threads that went to sleep takes some milliseconds on virtual machines.
+// How late the other threads start, in nanoseconds, where they were late twice in a row: another process may use their
+// core. The caller first works alone for as long as they are expected to be late: at most twice the time of the better
+// choice. A single late start says nothing, and neither does one after a pause, when threads have to be woken
+// (docs/processors.md).
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
@@ -244,13 +208,10 @@ static void in_phases(int threads, int64_t heads, bool small, NewWorker new_work
 // The return code of a kernel.
 template <class Run>
 static int outcome_of(Run run) noexcept {
-  const Watch watch;
   try {
     run();
   } catch (const std::bad_alloc &) {
     return OUT_OF_MEMORY;
-  } catch (const Stopped &) {
-    return watch.seen() ? INTERRUPTED : FAILED;
   } catch (const Indefinite &) {
     return INDEFINITE;
   } catch (const Large &) {
