@@ -63,7 +63,6 @@ def test_no_memory_is_a_memory_error_wherever_it_happens(plan, is_causal, gradie
         assert torch.equal(one, other)
 
 
-
 def test_too_many_threads_are_an_error_not_a_crash(capsys):
     assert main(["bench", "--lengths", "64", "--threads", "100000", "--out", "nowhere"]) == 2
     assert "--threads: expected a whole number from 1 to" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def _is_cached(name: str) -> bool:
         if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
             return True
     what = f"expected a model folder or a hub id, there is no folder {name!r} and the hub has no such model"
-    with _in_one_line(f"name_or_dir: {what} or cannot be reached", "check the name, or pass the folder of a download"):
+    with _in_one_line(f"name_or_dir: {what} or cannot be reached", "check the name"):
         HfApi().model_info(name, timeout=HUB_SECONDS)
     return False
 
