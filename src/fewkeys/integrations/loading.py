@@ -114,8 +114,8 @@ def _is_cached(name: str) -> bool:
         folder = Path(snapshot_download(name, local_files_only=True))
         if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
             return True
-    what = f"expected a model folder or a hub id, there is no folder {name!r} and the hub has no such model"
-    with _in_one_line(f"name_or_dir: {what} or cannot be reached", "check the name"):
+    what = f"expected a model, there is no folder {name!r} and the hub has no such model"
+    with _in_one_line(f"name_or_dir: {what} or cannot be reached", "check the name, or pass the folder of a download"):
         HfApi().model_info(name, timeout=HUB_SECONDS)
     return False
 
