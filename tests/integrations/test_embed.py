@@ -491,7 +491,7 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
     fk.budget(8, is_causal=True).save_pretrained(tmp_path / "causal")
     file = folder / "sub" / "marked.txt"
     for model, options, message in (
-        (tmp_path / "absent", [], "--model: expected a model folder or a hub id"),
+        (tmp_path / "absent", [], "--model: expected a model, there is no folder"),
         (wrong, [], "is not a model folder (it has no config.json)"),
         (short, ["--plan", wrong], "--plan: expected one plan for each of 2 attention layers, got 3"),
         (short, ["--plan", tmp_path / "causal"], "--plan: the plan was made for causal attention"),
