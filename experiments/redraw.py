@@ -26,9 +26,10 @@ from experiments.training import picture as training
 from experiments.value_aware import figure as value_aware
 from experiments.worst import report as worst
 
+from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
 from fewkeys.judge.result import Report
-from fewkeys.report.figure import save_figure
+from fewkeys.report.figure import save_figure, save_tuned
 from fewkeys.report.speed import save_pictures
 
 HERE = Path(__file__).resolve().parent
@@ -43,6 +44,8 @@ def main() -> None:
         save_pictures(rows, data["settings"], path.parent)
     docs = ROOT / "docs"
     save_figure(Report.load(docs / "results" / "demo.json"), docs / "images" / "pareto.png")
+    tuned = docs / "results" / "tuned"
+    save_tuned(ModelPlan.from_pretrained(tuned), Report.load(tuned / "tuned.json"), docs / "images" / "tuned.png")
     for experiment, draw in {"causal": causal.save_figure, "value_aware": value_aware.save_figure}.items():
         draw(read(HERE / experiment / "results" / "results.json"), HERE / experiment / "results" / "figure.png")
     folder = HERE / "decoders" / "results"

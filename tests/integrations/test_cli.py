@@ -538,7 +538,8 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, 
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
     code, shown, err = run("tune", more, model=folder, out=out)
     assert code == 0, err
-    assert left(out) == ["model_plan.json", "tuned.json"]
+    assert left(out) == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
+    assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
     plan, report = ModelPlan.from_pretrained(out), Report.load(out / "tuned.json")
     assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
     assert plan.record["slots"] <= 8
@@ -584,7 +585,7 @@ def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("fewkeys.tuning.tune.score_layer", interrupt)
         assert run("tune", out=tmp_path / "out")[0] == 0
-    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json"]
+    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
 
 
 class TestProcess:

@@ -1,11 +1,12 @@
 """Choose a plan for every head of a model: how many slots it has, and how many of them are kept keys and means. The
 table compares the tuned plan, on held-out text, with the rows of fewkeys compare: fewkeys.budget, other methods,
-controls, and oracles, which compute all scores. Writes model_plan.json (read by fewkeys.ModelPlan.from_pretrained) and
-tuned.json. Run the same command again to continue after an interruption.
+controls, and oracles, which compute all scores. Writes model_plan.json (read by fewkeys.ModelPlan.from_pretrained),
+tuned.json, tuned.png and tuned.pdf. Run the same command again to continue after an interruption.
 """
 
 import argparse
 import shutil
+from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
@@ -34,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    inputs.prepare(arguments)
+    inputs.prepare(arguments, "matplotlib")
     if arguments.slots is not None and arguments.slots >= arguments.length:
         raise ValueError(
             f"--slots: expected fewer than the {arguments.length} tokens of a sequence (--length), got "
@@ -70,11 +71,16 @@ def run(arguments: argparse.Namespace) -> None:
         report = compare(capture(model, held_out), {paid: {"tuned": plan, **rows}}, **options, progress=step)
     report = report.with_settings(text=opened.files, held_out=True)
     from fewkeys.report import print_table
+    from fewkeys.report.figure import save_tuned
 
     def show() -> None:
         print_table(report)
         error, of_budget = (report.row(name).error for name in ("tuned", OURS))
         print(f"\nHeld-out error: tuned {error:.3f}, fewkeys.budget({paid}) {of_budget:.3f}.")
 
-    deliver(arguments, report.to_json(), show, "tuned.json", plan.save_pretrained)
+    def fill(folder: Path) -> None:
+        plan.save_pretrained(folder)
+        save_tuned(plan, report, folder / "tuned.png")
+
+    deliver(arguments, report.to_json(), show, "tuned.json", fill)
     shutil.rmtree(work, ignore_errors=True)

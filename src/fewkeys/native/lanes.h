@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
 #include <vector>
 #if defined(__SSE2__)
@@ -11,7 +12,6 @@
 #endif
 
 #include "counters.h"
-#include "pool.h"
 #include "problems.h"
 #include "team.h"
 
@@ -49,11 +49,14 @@ struct AlignedAllocator {
   AlignedAllocator(const AlignedAllocator<U> &) {}
   T *allocate(size_t count) {
     count_bytes(count * sizeof(T));
-    return (T *)Pool::take(count * sizeof(T));
+    return (T *)::operator new(count * sizeof(T), LINE);
   }
-  void deallocate(T *array, size_t count) { Pool::give(array, count * sizeof(T)); }
+  void deallocate(T *array, size_t) { ::operator delete(array, LINE); }
   bool operator==(const AlignedAllocator &) const { return true; }
   bool operator!=(const AlignedAllocator &) const { return false; }
+
+ private:
+  static constexpr std::align_val_t LINE{64};  // bytes
 };
 template <class T>
 using aligned_vector = std::vector<T, AlignedAllocator<T>>;
