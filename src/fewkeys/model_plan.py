@@ -85,6 +85,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         if kind != FORMAT or "layers" not in data:
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
         try:
+            if odd := data.keys() - {"format", "plans", "layers", "record"}:
+                raise ValueError(f"unknown fields {sorted(odd)}")
             plans = {number: Plan.from_dict(plan, learned) for number, plan in enumerate(data["plans"])}
             return cls([[plans[number] for number in layer] for layer in data["layers"]], dict(data["record"]))
         except (KeyError, TypeError, ValueError) as error:

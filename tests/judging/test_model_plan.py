@@ -144,3 +144,9 @@ def test_refusals(tmp_path):
         fk.apply(MODELS["bert"](), ModelPlan((FOUR,)))
     with pytest.raises(ValueError, match="plans: expected 2 layers of 2 plans, or one for all, under 'mine', got"):
         compare(captured(), {"mine": ModelPlan((FOUR,))})
+
+
+def test_a_description_with_an_unknown_field_is_refused():
+    """Such as a damaged "checksum": without one, the plans could be anybody's."""
+    with pytest.raises(ValueError, match=r"^model plan: .*unknown fields \['checksun'\]"):
+        ModelPlan.from_dict({**ModelPlan.of({0: fk.budget(8)}).to_dict(), "checksun": "9dae"})
