@@ -146,7 +146,7 @@ PROMISES = (
     Breakage(
         "a token in one call: it is not checked",
         "native/scan_attend.h",
-        "if (largest > limit) throw Large();",
+        "if (largest > limit) throw Failure{LARGE};",
         "",
         (Law("parts/test_scan_streams", "one_call_is_refused"), Law("parts/test_scan_streams", "large_token_in_one")),
     ),

@@ -102,7 +102,7 @@ static void frame(const Framed &p, int threads) {
     if (!framing.finish(head, sums.data() + head * size)) is_definite = false;
   };
   in_phases(threads, p.heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
-  if (!is_definite) throw Indefinite();
+  if (!is_definite) throw Failure{INDEFINITE};
 }
 
 }  // namespace fewkeys

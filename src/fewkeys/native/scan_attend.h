@@ -238,7 +238,7 @@ static void store_new(const ScanAttend &p) {
   int32_t largest = 0, limit;
   for (int l = 0; l < LANES; l++) largest = std::max<int32_t>(largest, seen[l]);
   memcpy(&limit, &p.limit, sizeof limit);
-  if (largest > limit) throw Large();
+  if (largest > limit) throw Failure{LARGE};
   for (int64_t head = 0; head < heads; head++) {
     const int64_t last = p.of.keys - 1;
     const float of_key = store_row(p.new_key.at<T>(head, 0), p.of.dim, (R *)p.key.at<R>(head, last));

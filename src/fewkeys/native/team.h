@@ -1,5 +1,4 @@
-// Work on several threads. No exception leaves a thread: an error ends the work of all threads, and the caller receives
-// a code.
+// Work on several threads. No exception leaves a thread: an error ends the work of all, and the caller gets a code.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -12,12 +11,9 @@
 
 namespace fewkeys {
 
-// What `build.call` reads.
+// How a kernel ends. INDEFINITE: a matrix has no Cholesky factor; LARGE: a number exceeds the limit.
 enum Outcome : int { DONE, OUT_OF_MEMORY, FAILED, INDEFINITE, LARGE };
-
-struct Stopped {};
-struct Indefinite {};  // a matrix has no Cholesky factor
-struct Large {};       // a number exceeds the limit of the call
+struct Failure { Outcome outcome; };  // what kernels throw
 
 constexpr int MOST_THREADS = 256;
 
@@ -57,8 +53,7 @@ class Team {
  public:
   // Throws if a thread has failed.
   void check() const {
-    if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
-    if (outcome == FAILED) throw Stopped();
+    if (outcome != DONE) throw Failure{outcome};
   }
 
   // Runs `work`; called on every thread of the team.
@@ -66,7 +61,8 @@ class Team {
   void run(Run work) noexcept {
     try {
       work();
-    } catch (const Stopped &) {
+    } catch (Failure failure) {
+      outcome = failure.outcome;
     } catch (const std::bad_alloc &) {
       outcome = OUT_OF_MEMORY;
     } catch (...) {
@@ -75,7 +71,7 @@ class Team {
   }
 
  private:
-  std::atomic<int> outcome{DONE};
+  std::atomic<Outcome> outcome{DONE};
 };
 
 // Raises a number to at least `to`.
@@ -210,12 +206,10 @@ template <class Run>
 static int outcome_of(Run run) noexcept {
   try {
     run();
+  } catch (Failure failure) {
+    return failure.outcome;
   } catch (const std::bad_alloc &) {
     return OUT_OF_MEMORY;
-  } catch (const Indefinite &) {
-    return INDEFINITE;
-  } catch (const Large &) {
-    return LARGE;
   } catch (...) {
     return FAILED;
   }
