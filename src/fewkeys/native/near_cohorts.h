@@ -187,12 +187,12 @@ class BandAttention {
       }
     }
     for (int i = 0; i < rows; i++) {
-      const Window own(p, position + i, 1);
-      const auto *hidden = (const int8_t *)&around.hidden[std::max(cohort[i], 0) * p.keys + own.begin];
-      for (int v = 0; v < own.count; v += LANES)
+      const Window window(p, position + i, 1);
+      const auto *hidden = (const int8_t *)&around.hidden[std::max(cohort[i], 0) * p.keys + window.begin];
+      for (int v = 0; v < window.count; v += LANES)
         for (uint32_t bits = bits_of(load(hidden + v) != vec{}); bits; bits &= bits - 1)
-          if (const int j = v + __builtin_ctz(bits); j < own.count)
-            scores[(own.begin - seen.begin + j) * TILE + i] = -INFINITY;
+          if (const int j = v + __builtin_ctz(bits); j < window.count)
+            scores[(window.begin - seen.begin + j) * TILE + i] = -INFINITY;
     }
   }
 
