@@ -1,12 +1,14 @@
-"""Removal of padding before real keys, which rules on causal positions do not count."""
+"""Removal of padding before real keys: rules on causal positions count real keys only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import take
 
 
 def has_interior_padding(valid: Tensor) -> bool:
@@ -18,25 +20,45 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
 def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
-    """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), zero for removed padding.
+    """The problem in parts, and a function that joins their outputs (B, Hq, Nq, Dv), which are zero for padding that
+    moves.
 
-    No part of a causal problem has padding before a real key. Sequences with the same such padding are a part.
+    No part of a causal problem has padding before a real key. Without an offset it moves to the end; with one, it
+    changes the positions of queries, so sequences with the same padding are a part. Sequences without such padding
+    stay as they are, whatever the others have.
     """
-    x, valid = inputs, inputs.valid
-    if valid is None or not x.is_causal:
-        return [x], lambda outputs: outputs[0]
+    valid = inputs.valid
+    if valid is None or not inputs.is_causal:
+        return [inputs], lambda outputs: outputs[0]
     has_gap = (valid[:, 1:] & ~valid[:, :-1]).any(-1, keepdim=True)
     if not bool(has_gap.any()):
-        return [x], lambda outputs: outputs[0]
-    if x.bias is not None and has_interior_padding(valid):
+        return [inputs], lambda outputs: outputs[0]
+    if inputs.bias is not None and has_interior_padding(valid):
         raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
-    kept = valid | ~has_gap
-    kept_queries = pad(kept, (0, max(0, x.queries + x.offset - x.keys)), value=True)
-    kept_queries = kept_queries[:, x.offset : x.offset + x.queries]
+    places = valid | ~has_gap
+    queries = pad(places, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
+    queries = queries[:, inputs.offset : inputs.offset + inputs.queries]
+    return (_by_padding if inputs.offset else _together)(inputs, valid, places, queries)
+
+
+def _together(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    # Kept places come first.
+    keys, queries = ((~places).to(torch.int8).argsort(dim=-1, stable=True) for places in (kept, kept_queries))
+    query, key, value = _moved(x.query, queries), _moved(x.key, keys), _moved(x.value, keys)
+    moved = replace(x, query=query, key=key, value=value, valid=valid.gather(-1, keys), _memory={})
+
+    def restore(outputs: Sequence[Tensor]) -> Tensor:
+        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~kept_queries[:, None, :, None], 0.0)
+
+    return [moved], restore
+
+
+def _by_padding(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    patterns, pattern = kept.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
-    for real in kept.unique(dim=0):
-        rows = (kept == real).all(-1).nonzero().squeeze(-1)
+    for number, real in enumerate(patterns):
+        rows = (pattern == number).nonzero().squeeze(-1)
         real_queries = kept_queries[rows[0]]
         if not bool(real_queries.any()):
             continue
@@ -53,3 +75,7 @@ def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
         return whole
 
     return parts, restore
+
+
+def _moved(rows: Tensor, order: Tensor) -> Tensor:
+    return take(rows, order[:, None].expand(-1, rows.shape[1], -1))
