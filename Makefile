@@ -1,6 +1,6 @@
 # make demo   the main job on a real model and text: a table, and a page to open, out/demo/report.html
 # make test   the whole suite
-# make quick  a part of every test, in a minute: for while one works
+# make quick  a part of every test of the library, in a minute: for while one works
 # make docs   the site, strictly: out/site
 # make wheels dist/: wheels for Linux with the compiled kernels of every instruction set
 # make campaign   a hostile test of everything, for an hour: out/campaign
@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 quick: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --quick
+	$(BIN)/python -m pytest -n auto --quick --ignore=tests/experiments
 
 # Debian: apt-get install chromium. CHROMIUM=/path/to/another names another one.
 browser: $(VENV)/.installed-browser

@@ -138,6 +138,7 @@ def test_all_that_is_listed_is_public_and_concrete():
     assert all(kind.__module__.startswith("fewkeys.") for kind in kinds.values())  # and none of a test's own
 
 
+@pytest.mark.long
 def test_the_parts_of_papers_are_loaded_when_a_plan_names_them(tmp_path):
     plan = fewkeys.Plan(fewkeys.papers.sparsefinder.GlobalTokens(7))
     plan.save_pretrained(tmp_path)

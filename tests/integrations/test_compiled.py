@@ -326,6 +326,7 @@ def test_a_compiled_decoder_takes_calls_of_any_length_from_its_cache():
     close(torch.cat(actual, 1), want)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_mask_for_each_query_is_refused_compiled_too():
     model, mask = bert(), torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()

@@ -274,6 +274,7 @@ def test_vectors_of_another_encoder_in_the_same_folder_are_not_kept(change, tmp_
     assert not np.allclose(columns(tmp_path / "v.npz")["vectors"], before, atol=1e-3)
 
 
+@pytest.mark.long
 def test_thousands_of_files(short, tmp_path, capsys):
     """Equal texts are embedded once."""
     for number in range(3000):

@@ -415,6 +415,7 @@ def late():
     library.fewkeys_lend(build._threads())
 
 
+@pytest.mark.long
 def test_threads_that_come_late_twice_are_not_waited_for_again(late, monkeypatch):
     """What the caller alone has done in less time than they were late is done, and to the same bits. Late once is no
     reason, nor is late after a pause.

@@ -244,6 +244,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_for_this_process(what, t
     assert build.place() is None
 
 
+@pytest.mark.long
 def test_threads_compile_once(tmp_path, monkeypatch, compiler):
     calls = tmp_path / "calls"
     monkeypatch.setenv("CXX", compiler("count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls}; sleep 1;; esac'))

@@ -112,6 +112,7 @@ def test_samples_that_mislead():
     assert_same(drawn(1, 1, 800, 64), query, torch.tensor([800]), few, 20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_pass_by_chunks(dtype):
     """More keys than a chunk has, and more bytes than a cache holds, in heads and sequences of their own."""

@@ -634,6 +634,7 @@ def test_a_predictor_says_what_it_is():
     assert str(keep) == "Clusters(count=8, top=1, rounds=1) in 4 dimensions | Window(size=3)"
 
 
+@pytest.mark.long
 def test_the_page_tells_the_truth(tmp_path, monkeypatch, capsys):
     """The example of docs/sparsefinder.md runs, and its predictor is there afterwards."""
     page = Path(__file__).parents[2] / "docs" / "sparsefinder.md"

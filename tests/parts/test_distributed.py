@@ -64,6 +64,7 @@ def test_on_every_rank(check, world, failures):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "how", "moment"), [(4, "dies", "forward"), (2, "hangs", "forward"), (2, "dies", "backward")]
 )
