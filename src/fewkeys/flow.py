@@ -71,12 +71,18 @@ def checked(
 def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head; corrected by the guard, if any."""
     if isinstance(plan, Plan):
-        return run(choose(plan, inputs, guard), guard)
-    parts = [(run(choose(plan, part, guard), guard), heads) for plan, heads, part in by_plan(inputs, plan)]
+        return _guarded(plan, inputs, guard)
+    parts = [(_guarded(plan, part, guard), heads) for plan, heads, part in by_plan(inputs, plan)]
     if len(parts) == 1:
         return parts[0][0]
     order = torch.cat([heads for _, heads in parts]).argsort()
     return torch.cat([output for output, _ in parts], 1)[:, order]
+
+
+def _guarded(plan: Plan, inputs: Inputs, guard: Guard | None) -> Tensor:
+    choice = choose(plan, inputs, guard)
+    output = run(choice)
+    return output if guard is None or choice.is_exact else guard.correct(inputs, plan.weights, output)
 
 
 def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
@@ -124,16 +130,12 @@ def _gives_way(
 
 
 @full_precision()
-def run(choice: Choice, guard: Guard | None = None) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of a choice; corrected by the guard, if any."""
+def run(choice: Choice) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a choice."""
     if choice.is_exact:
         return exact.attend(choice.inputs, choice.plan.weights)
     parts, restore = canonicalise(choice)
-    outputs = []
-    for part in parts:
-        output = by_heads.attend(part, choice.plan, _by_steps)
-        outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
-    return restore(outputs)
+    return restore([by_heads.attend(part, choice.plan, _by_steps) for part in parts])
 
 
 def _by_steps(inputs: Inputs, plan: Plan) -> Tensor:

@@ -144,20 +144,25 @@ def test_estimates_are_unbiased(form, queries, keep):
 
 
 @pytest.mark.parametrize(
-    ("side", "is_causal"),
-    [("left", False), ("left", True), ("right", False), ("right", True), ("scattered", False)],
+    ("side", "is_causal", "offset"),
+    [(side, is_causal, 0) for side in ("left", "right", "scattered") for is_causal in (False, True)]
+    + [("left", True, 30), ("scattered", True, 30)],
 )
-def test_masked_is_deleted(side, is_causal):
+def test_masked_is_deleted(side, is_causal, offset):
     """A padded sequence gives the sample, the estimate and the interval of the sequence without its padding."""
-    tensors = Shape(batch=1).draw()
+    query, key, value = Shape(batch=1).draw()
     place = torch.arange(70)
-    mask = {"left": place >= 25, "right": place < 45, "scattered": place % 7 != 3}[side][None]
-    plan = fk.Plan(fk.TopK(5) if side == "scattered" else fk.Window(9))
-    whole = spot_check(*tensors, plan, queries=16, key_mask=mask, is_causal=is_causal)
-    cut = spot_check(*(x[:, :, mask[0]] for x in tensors), plan, queries=16, is_causal=is_causal)
+    mask = {"left": place >= 25, "right": place < 45, "scattered": place % 7 != 3}[side]
+    plan = fk.Plan(fk.Window(9) if is_causal or side != "scattered" else fk.TopK(5))
+    query, before = query[:, :, offset:], int(mask[:offset].sum())
+    whole = spot_check(
+        query, key, value, plan, queries=16, key_mask=mask[None], is_causal=is_causal, query_offset=offset
+    )
+    query, key, value = query[:, :, mask[offset:]], key[:, :, mask], value[:, :, mask]
+    cut = spot_check(query, key, value, plan, queries=16, is_causal=is_causal, query_offset=before)
     for name in ("error", "low", "high", "per_head"):
         assert getattr(whole, name) == pytest.approx(getattr(cut, name), abs=1e-12), name
-    assert (whole.queries, whole.of) == (cut.queries, cut.of) == (32, 2 * int(mask.sum()))
+    assert (whole.queries, whole.of) == (cut.queries, cut.of) == (32, 2 * int(mask[offset:].sum()))
 
 
 def test_queries_that_see_no_key_are_not_counted():

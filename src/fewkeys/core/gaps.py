@@ -27,18 +27,25 @@ def without_gaps(inputs: Inputs) -> tuple[list[Inputs], Restore]:
     changes the positions of queries, so sequences with the same padding are a part. Sequences without such padding
     stay as they are, whatever the others have.
     """
+    kept = kept_places(inputs)
+    if kept is None or inputs.valid is None:
+        return [inputs], lambda outputs: outputs[0]
+    if inputs.bias is not None and has_interior_padding(inputs.valid):
+        raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
+    return (_by_padding if inputs.offset else _together)(inputs, inputs.valid, *kept)
+
+
+def kept_places(inputs: Inputs) -> tuple[Tensor, Tensor] | None:
+    """(B, Nk) and (B, Nq): the keys and queries of a causal problem that `without_gaps` keeps; None: all."""
     valid = inputs.valid
     if valid is None or not inputs.is_causal:
-        return [inputs], lambda outputs: outputs[0]
+        return None
     has_gap = (valid[:, 1:] & ~valid[:, :-1]).any(-1, keepdim=True)
     if not bool(has_gap.any()):
-        return [inputs], lambda outputs: outputs[0]
-    if inputs.bias is not None and has_interior_padding(valid):
-        raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
-    places = valid | ~has_gap
-    queries = pad(places, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
-    queries = queries[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_by_padding if inputs.offset else _together)(inputs, valid, places, queries)
+        return None
+    kept = valid | ~has_gap
+    queries = pad(kept, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
+    return kept, queries[:, inputs.offset : inputs.offset + inputs.queries]
 
 
 def _together(x: Inputs, valid: Tensor, kept: Tensor, kept_queries: Tensor) -> tuple[list[Inputs], Restore]:

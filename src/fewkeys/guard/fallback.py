@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.weights import Weights
 from fewkeys.execute import exact
@@ -59,6 +60,7 @@ class Guard:
     def count_call(self) -> None:
         self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
 
+    @full_precision()
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
         """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit. Gradients flow."""
         # All heads of all sequences draw the same places, so that no answer depends on the other sequences.

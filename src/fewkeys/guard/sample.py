@@ -4,11 +4,13 @@ The real queries of a sequence are cut into strata of almost equal length, and o
 Sampling Techniques, 3rd ed. 1977, section 5A.12): errors that change along the text add little to the variance.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fewkeys.core.extent import FINITE, rescaled
+from fewkeys.core.gaps import kept_places
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
@@ -128,6 +130,8 @@ def _real_queries(inputs: Inputs) -> Tensor:
     if x.is_causal:
         first = x.valid.to(torch.uint8).argmax(-1, keepdim=True)
         seen = seen & (first <= torch.arange(x.queries, device=first.device) + x.offset)
+        if (kept := kept_places(x)) is not None:
+            seen = seen & kept[1]
     return seen if x.valid_queries is None else seen & x.valid_queries
 
 
@@ -136,11 +140,12 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 
     Cost O(B Hq m Nk (D + Dv)); memory O(B Hkv Nk (D + Dv)).
     """
-    x = inputs
-    query = (take(working(x.query), index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
+    x = replace(inputs, query=working(inputs.query), key=working(inputs.key), value=working(inputs.value), _memory={})
+    x, restore = rescaled(x.clear(), FINITE)
+    query = (take(x.query, index) * x.scale).reshape(x.batch, x.kv_heads, -1, x.head_dim)
     places = index.reshape(x.batch, x.kv_heads, -1)
     heads = torch.arange(x.query_heads, device=index.device).repeat_interleave(index.shape[2]).view(x.kv_heads, -1)
-    key, value = working(x.key).mT, working(x.value)
+    key, value = x.key.mT, x.value
     step = max(1, at_once(x.query) // (x.batch * x.kv_heads * x.keys))
     parts = []
     for rows, place, head in zip(query.split(step, 2), places.split(step, 2), heads.split(step, 1), strict=True):
@@ -153,7 +158,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
         if x.valid is not None:
             scores = scores.masked_fill(~x.valid[:, None, None], -torch.inf)
         parts.append(weights.normalised(scores) @ value)
-    return torch.cat(parts, 2).reshape(*index.shape, x.value_dim)
+    return restore(torch.cat(parts, 2).reshape(*index.shape, x.value_dim))
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from fewkeys.core.extent import rescaled
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import Options, check_count, check_real
 from fewkeys.flow import by_plan, check_plan, checked, choose, run
@@ -77,8 +76,6 @@ def check_call(
 ) -> list[Estimates]:
     """The estimates of one attention call, for each distinct plan of its heads."""
     inputs = inputs.clear()
-    if inputs.needs_rescaling:  # squares of large outputs would overflow
-        inputs, _ = rescaled(inputs)
     estimates = []
     for part_plan, heads, part in by_plan(inputs, plan):
         choice = choose(part_plan.never_exact(), part)
