@@ -14,7 +14,7 @@ from fewkeys.cost.crossover import expected, goes_by_block
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import prepare
-from fewkeys.native import instruction_set
+from fewkeys.native.build import instruction_set
 from fewkeys.plan import Plan
 
 NAMES = {"reference": "the dense reference", "torch": "torch", "native": "compiled kernels"}

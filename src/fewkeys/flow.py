@@ -3,7 +3,7 @@
     choose        exact attention or the plan, and the reason; reads no data
     canonicalise  rescales entries that are too large, and moves padding behind the real keys
     prepare       chooses the keys to keep, and makes the stand-ins for all others (`fewkeys.execute.problem`)
-    run           computes the output of a choice, by the two steps above
+    run           computes the output of a choice by the two steps above; a guard may correct it (`fewkeys.guard`)
 
 `attention`, `explain`, spot checks and comparisons share them.
 """
@@ -16,7 +16,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from fewkeys import native
 from fewkeys.core.extent import FINITE, STRONGEST, rescaled
 from fewkeys.core.gaps import Restore, without_gaps
 from fewkeys.core.impl import Impl
@@ -24,10 +23,10 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, Rows, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster
-from fewkeys.execute import dispatch, exact
+from fewkeys.execute import exact
 from fewkeys.execute.native import by_heads
-from fewkeys.execute.problem import prepare
 from fewkeys.guard.fallback import Guard
+from fewkeys.native import kernels
 from fewkeys.native.tensors import is_trained
 from fewkeys.plan import Plan
 
@@ -63,7 +62,7 @@ def checked(
     def look(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[float], Rows]:
         rows = query, key, value
         by_head = is_copied and by_heads.are_few(*rows) and not gives_way(plan, rows, *how)
-        return native.largest_and_rows(query, key, value, by_head)
+        return kernels.largest_and_rows(query, key, value, by_head)
 
     return check_inputs(query, key, value, look=look, clear=False, **options)
 
@@ -135,12 +134,7 @@ def run(choice: Choice) -> Tensor:
     if choice.is_exact:
         return exact.attend(choice.inputs, choice.plan.weights)
     parts, restore = canonicalise(choice)
-    return restore([by_heads.attend(part, choice.plan, _by_steps) for part in parts])
-
-
-def _by_steps(inputs: Inputs, plan: Plan) -> Tensor:
-    problem = prepare(inputs, plan)
-    return dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
+    return restore([by_heads.attend(part, choice.plan) for part in parts])
 
 
 def canonicalise(choice: Choice) -> tuple[list[Inputs], Restore]:

@@ -67,7 +67,7 @@ class Copy:
         )
 
     def compile(self) -> None:
-        code = "import sys, fewkeys.native as n; print(n.__file__, n.missing()); sys.exit(n.missing() is not None)"
+        code = "from fewkeys.native import build as b; print(b.__file__, b.missing()); exit(b.missing() is not None)"
         done = self.python("-c", code)
         if done.returncode or not done.stdout.startswith(str(self.source)):
             raise RuntimeError(f"expected the copy to compile, got {done.stdout}{done.stderr}")

@@ -60,7 +60,7 @@ def test_no_parts_where_heads_depend_on_each_other(monkeypatch):
     monkeypatch.setattr(by_heads, "FEW", 0)
     monkeypatch.setattr(by_heads, "CACHE", 1)
     parts, attend = [], recorded.attend
-    monkeypatch.setattr(recorded, "attend", lambda *args: parts.append(args[3:]) or attend(*args))
+    monkeypatch.setattr(recorded, "attend", lambda *args: parts.append(args[2:]) or attend(*args))
     plan, rows = fk.budget(32).never_exact(), drawn((2, 4, 2, 200), torch.float32)
     fk.attention(*rows, plan=plan, generator=torch.Generator().manual_seed(0))
     fk.attention(*(part.requires_grad_() for part in rows), plan=plan).sum().backward()

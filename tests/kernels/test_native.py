@@ -13,7 +13,6 @@ from hypothesis import given, strategies as st
 
 import fewkeys as fk
 from cases import PLANS, SHAPES
-from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.cost import crossover
@@ -22,7 +21,7 @@ from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem, prepare
 from fewkeys.memory.rows import HeldRows
 from fewkeys.memory.stream import Stream
-from fewkeys.native import build, sets
+from fewkeys.native import build, kernels, sets, tensors
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
 from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, spy, without
@@ -80,8 +79,8 @@ def test_layouts(plan, dtype):
     usual = fk.attention(q, k, v, plan=plan, impl="auto")
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     sparse = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
-    for tensors in (turned, sparse):
-        actual = fk.attention(*tensors, plan=plan, impl="auto")
+    for changed in (turned, sparse):
+        actual = fk.attention(*changed, plan=plan, impl="auto")
         torch.testing.assert_close(actual, usual, **CLOSE[dtype])  # torch adds up the moments in another order
     one = [x[:, :1].expand(-1, 2, -1, -1) for x in (q, k, v)]
     actual = fk.attention(*one, plan=plan, impl="auto")
@@ -258,7 +257,7 @@ def test_clusters(form, dtype):
     """Of the same keys: those of torch's operations but for ties, at the same distances up to rounding."""
     shape = replace(SHAPES[form], keys=200, queries=200, lengths=None)
     q, k, v = shape.draw(dtype=dtype)
-    assert native.suits(k, v)
+    assert tensors.suits(k, v)
     k[:, :, 7], v[:, :, 7] = k[:, :, 3], v[:, :, 3]
     actual, want = (check_inputs(q, k, v) for _ in range(2))
     parts, others = clusters.clusters(actual, 13), without(lambda: clusters.clusters(want, 13))
@@ -307,9 +306,9 @@ def test_float16_is_read_as_float32(plan, monkeypatch):
 def test_no_root_is_told():
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     lengths = torch.full((q.shape[0],), float(q.shape[2]))
-    native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=1e-6)
+    kernels.frame(q, k, v, lengths, lengths, scale=1.0, ridge=1e-6)
     with pytest.raises(build.IndefiniteError):
-        native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=-2.0)
+        kernels.frame(q, k, v, lengths, lengths, scale=1.0, ridge=-2.0)
 
 
 def test_mixed_precision_is_read_as_it_is(taken):
@@ -426,7 +425,7 @@ def test_threads_that_come_late_twice_are_not_waited_for_again(late, monkeypatch
     largest = [float(rows.abs().max()) for rows in (q, k, v)]
     for _ in range(20):  # on a busy machine, there may be pauses between calls
         calls = len(late)
-        assert native.largest_and_rows(q, k, v)[0] == largest
+        assert kernels.largest_and_rows(q, k, v)[0] == largest
         if len(late) == calls:
             break
     assert 3 <= calls < 20  # the first one came after a pause
@@ -439,7 +438,7 @@ def test_the_largest_entries(bad, dtype):
     k, v = k.repeat(1, 1, 9, 1).mT.contiguous().mT, v.repeat(1, 1, 9, 1).transpose(0, 1).contiguous().transpose(0, 1)
     if bad is not None:
         v[-1, -1, -1, -1] = bad
-    actual, want = native.largest_and_rows(q, k, v)[0], largest_entries(q, k, v)
+    actual, want = kernels.largest_and_rows(q, k, v)[0], largest_entries(q, k, v)
     assert all(math.isfinite(each) for each in actual) == (bad is None)
     torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
 
@@ -447,14 +446,14 @@ def test_the_largest_entries(bad, dtype):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_the_rows_of_every_head_side_by_side(dtype):
     rows = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in SHAPES["grouped"].draw(dtype=dtype)]
-    sizes, copies = native.largest_and_rows(*rows, by_head=True)
-    assert sizes == native.largest_and_rows(*rows)[0]
+    sizes, copies = kernels.largest_and_rows(*rows, by_head=True)
+    assert sizes == kernels.largest_and_rows(*rows)[0]
     for copy, part in zip(copies, rows, strict=True):
         assert copy.is_contiguous()
         assert not part.is_contiguous()
         assert torch.equal(copy, part)
     rows = [part.requires_grad_() for part in rows]
-    assert all(part.requires_grad for part in native.largest_and_rows(*rows, by_head=True)[1])
+    assert all(part.requires_grad for part in kernels.largest_and_rows(*rows, by_head=True)[1])
 
 
 def test_whole_plans_with_and_without():
@@ -471,4 +470,4 @@ def test_whole_plans_with_and_without():
 
 def test_the_library_is_of_the_instruction_set_in_use():
     """`make sets` runs this file by every set of the machine."""
-    assert native.instruction_set() == (os.environ.get(sets.FORCED) or str(sets.possible()[-1]))
+    assert build.instruction_set() == (os.environ.get(sets.FORCED) or str(sets.possible()[-1]))

@@ -13,8 +13,7 @@ import torch
 
 import fewkeys as fk
 from cases import SHAPES
-from fewkeys import native
-from fewkeys.native import build, sets
+from fewkeys.native import build, sets, tensors
 from native_cases import MEANS, needs_compiler
 
 pytestmark = needs_compiler
@@ -61,20 +60,20 @@ def test_a_processor_is_told_by_what_the_system_says_of_it(monkeypatch):
 
 
 def test_kernels_are_compiled_once(tmp_path, monkeypatch, caplog):
-    assert native.missing() is None
+    assert build.missing() is None
     assert f"compiling the kernels for {sets.chosen()}" in caplog.text
     assert str(tmp_path / "cache") in caplog.text
     assert build.place().parent == tmp_path / "cache" / "kernels"
     assert build.place().stat().st_mode & 0o777 == 0o755
     caplog.clear()
     build._load.cache_clear()
-    assert native.missing() is None
+    assert build.missing() is None
     assert "compiling" not in caplog.text
 
 
 def test_the_same_sources_elsewhere_are_not_compiled_again(tmp_path, monkeypatch):
     """As in another environment, or a copy of the package."""
-    assert native.missing() is None
+    assert build.missing() is None
     first = build.place()
     build._load.cache_clear()
     monkeypatch.setattr(sets, "HERE", shutil.copytree(sets.HERE, tmp_path / "copy"))
@@ -114,7 +113,7 @@ def test_the_processors_flags_tell_its_instruction_sets(monkeypatch, machine, fl
     assert [str(one) for one in sets.possible()] == names
     assert str(sets.chosen()) == (names or ["None"])[-1]
     if not names:
-        assert "none of which this processor" in native.missing()
+        assert "none of which this processor" in build.missing()
 
 
 @pytest.mark.parametrize(("name", "reason"), [("v4", "which this processor lacks"), ("v5", "no instruction set")])
@@ -122,29 +121,29 @@ def test_an_instruction_set_that_cannot_run_is_refused(monkeypatch, name, reason
     monkeypatch.setattr(sets, "_flags", lambda: sets._V3)
     monkeypatch.setenv(sets.FORCED, name)
     with pytest.raises(ValueError, match=rf"FEWKEYS_ISA: expected one of v2, v3, got '{name}', .*{reason}"):
-        native.missing()
+        build.missing()
 
 
 def test_kernels_that_are_asked_for_by_name_are_not_done_without(monkeypatch):
     monkeypatch.setenv(sets.FORCED, str(sets.possible()[0]))
     monkeypatch.setenv("CXX", "/nowhere")
     with pytest.raises(RuntimeError, match=r"FEWKEYS_ISA=.*: expected kernels of this set, got none"):
-        native.missing()
+        build.missing()
 
 
 def test_a_wheels_libraries_need_no_compiler(wheel, monkeypatch):
     """Taken as they are, unless kernels are to be compiled or to count."""
     monkeypatch.setattr(build, "LIBRARIES", wheel)
     monkeypatch.setenv("CXX", "/nowhere")
-    assert native.missing() is None
+    assert build.missing() is None
     assert build.place().parent == wheel
-    assert native.instruction_set() == str(sets.chosen())
+    assert build.instruction_set() == str(sets.chosen())
     assert build.identity().startswith(f"{sets.chosen()}-")
     for name, value in ((build.SWITCH, "jit"), (build.COUNT, "1")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             build._load.cache_clear()
-            assert "/nowhere" in native.missing()
+            assert "/nowhere" in build.missing()
 
 
 @pytest.mark.parametrize("threads", [build._threads(), None], ids=["torch's", "its own"])
@@ -164,15 +163,15 @@ def test_threads_are_those_of_torch_or_its_own(threads, wheel, monkeypatch):
 def test_no_compiler(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert "no C++ compiler" in native.missing()
+    assert "no C++ compiler" in build.missing()
 
 
 def test_a_compiler_that_fails(monkeypatch, tmp_path, compiler):
     for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
         monkeypatch.setenv("CXX", compiler(name, lines))
         build._load.cache_clear()
-        assert "failed" in native.missing()
-    assert "cannot" in native.missing()
+        assert "failed" in build.missing()
+    assert "cannot" in build.missing()
     assert not list((tmp_path / "cache").rglob("*.so"))
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     actual = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
@@ -200,23 +199,23 @@ OPEN_TO_OTHERS = {
 @pytest.mark.parametrize("opened", OPEN_TO_OTHERS.values(), ids=OPEN_TO_OTHERS)
 def test_a_library_that_others_may_have_written_is_not_loaded(opened, tmp_path, monkeypatch, caplog):
     """Kernels are compiled for this process, and are kept nowhere."""
-    assert native.missing() is None
+    assert build.missing() is None
     build._load.cache_clear()
     opened(tmp_path / "cache" / "kernels", monkeypatch)
     caplog.clear()
-    assert native.missing() is None
+    assert build.missing() is None
     assert "kept in no folder" in caplog.text
     assert build.place() is None
 
 
 def test_a_folder_of_root_is_read(tmp_path, monkeypatch, caplog):
     """As in the image of a container, whose processes run as another user."""
-    assert native.missing() is None
+    assert build.missing() is None
     build._load.cache_clear()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     if (tmp_path / "cache" / "kernels").stat().st_uid == 0:
         caplog.clear()
-        assert native.missing() is None
+        assert build.missing() is None
         assert "compiling" not in caplog.text
 
 
@@ -225,8 +224,8 @@ def test_no_home(tmp_path):
     """A user whom the system does not know, as in many containers."""
     code = "from pathlib import Path\n"
     code += "def home(): raise RuntimeError('Could not determine home directory.')\n"
-    code += "Path.home = home\nfrom fewkeys import native\nfrom fewkeys.native import build\n"
-    code += "print(native.missing(), build.place())"
+    code += "Path.home = home\nfrom fewkeys.native import build\n"
+    code += "print(build.missing(), build.place())"
     keep = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEWKEYS_CACHE")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=keep | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
@@ -240,7 +239,7 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_for_this_process(what, t
         monkeypatch.setattr(os, "fsync", lambda *_: os.write(-1, b""))
     else:
         (tmp_path / "cache").write_text("")
-    assert native.missing() is None
+    assert build.missing() is None
     assert build.place() is None
 
 
@@ -248,16 +247,16 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_for_this_process(what, t
 def test_threads_compile_once(tmp_path, monkeypatch, compiler):
     calls = tmp_path / "calls"
     monkeypatch.setenv("CXX", compiler("count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls}; sleep 1;; esac'))
-    every = [threading.Thread(target=native.missing) for _ in range(4)]
+    every = [threading.Thread(target=build.missing) for _ in range(4)]
     [one.start() for one in every]
     [one.join() for one in every]
-    assert native.missing() is None
+    assert build.missing() is None
     assert calls.read_text().split() == ["1"]
 
 
 def test_a_compiler_that_was_killed_leaves_nothing(tmp_path, monkeypatch, compiler):
     monkeypatch.setenv("CXX", compiler("killed", 'case "$*" in *kernels.cpp*) kill -9 $$;; esac'))
-    assert "failed" in native.missing()
+    assert "failed" in build.missing()
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -266,5 +265,5 @@ def test_the_switch(monkeypatch):
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     with pytest.raises(ValueError, match=r"impl='native': expected .*FEWKEYS_NATIVE=0.*; use impl='torch'"):
         fk.attention(q, k, v, keep=fk.Window(5), impl="native")
-    assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
-    assert not native.suits(torch.ones(1))
+    assert build.missing() == "FEWKEYS_NATIVE=0 turns them off"
+    assert not tensors.suits(torch.ones(1))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fewkeys as fk
-import fewkeys.native as native
 from fewkeys.core.validation import check_inputs
+from fewkeys.native import kernels
 from fewkeys.sketch.codes import BLOCK, Frame, best, encode, rounded, signs
 from native_cases import needs_compiler
 
@@ -19,11 +19,11 @@ def drawn(*shape, seed=0):
 def assert_same(key, query, seen, real, count):
     frame, sign = Frame.of(key), signs(key.shape[3], key.device)
     held = encode(key, frame)
-    by_kernel = native.code_keys(key, sign, frame.middle, frame.spread)
+    by_kernel = kernels.code_keys(key, sign, frame.middle, frame.spread)
     assert torch.equal(by_kernel[0], held.packed)
     assert torch.equal(by_kernel[1], held.sigma)
     count = min(count, int(seen[-1]))
-    actual = native.best_codes(held.packed, held.sigma, query, sign, seen, real, count)
+    actual = kernels.best_codes(held.packed, held.sigma, query, sign, seen, real, count)
     assert torch.equal(actual, best(held, rounded(query), seen, real, count))
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fewkeys as fk
-from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.native import forward
@@ -84,14 +83,14 @@ def test_what_is_read_may_have_gaps_and_what_is_written_may_not():
 @pytest.fixture
 def counting(monkeypatch):
     monkeypatch.setenv(build.COUNT, "1")
-    assert native.missing() is None
-    native.counters()
+    assert build.missing() is None
+    build.counters()
 
 
 def test_other_builds_do_not_count(monkeypatch):
     monkeypatch.delenv(build.COUNT, raising=False)
     with pytest.raises(RuntimeError, match="set FEWKEYS_COUNT=1"):
-        native.counters()
+        build.counters()
 
 
 def test_attention_is_counted(counting):
@@ -101,7 +100,7 @@ def test_attention_is_counted(counting):
     q, k, v = torch.randn(3, 1, 1, 32, 8)
     x = check_inputs(q, k, v)
     forward.attend(Problem(x, Graph(x, (31, 31)), None, fk.Softmax()))
-    assert native.counters()["multiply_adds"] == 32 * 32 * (8 + 1 + 1 + 16) + 32
+    assert build.counters()["multiply_adds"] == 32 * 32 * (8 + 1 + 1 + 16) + 32
 
 
 def test_arithmetic_and_memory_grow_linearly(counting):
@@ -109,8 +108,8 @@ def test_arithmetic_and_memory_grow_linearly(counting):
     actual = []
     for tokens in (2048, 8192):
         q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
-        native.counters()
+        build.counters()
         fk.attention(q, k, v, plan=fk.budget(64), impl="native")
-        actual.append(native.counters())
+        actual.append(build.counters())
     for name in ("multiply_adds", "bytes"):
         assert 0 < actual[1][name] < 4.5 * actual[0][name], (name, actual)

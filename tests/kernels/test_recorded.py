@@ -8,12 +8,12 @@ import torch
 
 import fewkeys as fk
 from cases import Shape
-from fewkeys import flow, native
+from fewkeys import flow
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover
 from fewkeys.cost.crossover import Line
 from fewkeys.execute.native import recorded
-from fewkeys.native import tensors
+from fewkeys.native import kernels, tensors
 from fewkeys.sketch.clusters import clusters
 from native_cases import needs_compiler
 
@@ -52,8 +52,8 @@ def recordings():
 @pytest.fixture
 def prepared(monkeypatch):
     """The problems that were prepared."""
-    problems, prepare = [], flow.prepare
-    monkeypatch.setattr(flow, "prepare", lambda *args: problems.append(args) or prepare(*args))
+    problems, prepare = [], recorded.prepare
+    monkeypatch.setattr(recorded, "prepare", lambda *args: problems.append(args) or prepare(*args))
     return problems
 
 
@@ -141,7 +141,7 @@ def test_addresses_inside_rows():
     args = tensors.struct("Extents")(**tensors.sized(*pair), query=query, queries=190, largest=output)
     spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in (*first, output)]
     recording = recorded.Recording([("fewkeys_extents", args, torch.float32)], spans, output)
-    assert recording.run(later).tolist() == native.largest_and_rows(*last(*later))[0]
+    assert recording.run(later).tolist() == kernels.largest_and_rows(*last(*later))[0]
 
 
 def test_means_without_lists_are_not_repeated(prepared):

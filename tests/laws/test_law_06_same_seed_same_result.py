@@ -10,7 +10,6 @@ import torch
 
 from cases import CASES, PLANS, RUNNING_PLANS
 from executors import FORMS, WAYS, Way, runs
-from fewkeys import native
 from fewkeys.native import build
 
 RANDOM = ["random keys, drop, softmax", "random edges, drop, softmax", "leverage + window, sample, softmax"]
@@ -83,7 +82,7 @@ for length in (low, high):
 @pytest.mark.long
 def test_auto_is_the_same_in_every_process(tmp_path):
     """On both sides of where it changes from exact attention to the plan, by the times that the first one measured."""
-    if native.missing() is None:
+    if build.missing() is None:
         (tmp_path / "kernels").mkdir()
         shutil.copy(build.place(), tmp_path / "kernels")  # they take half a minute to compile
     printed = []

@@ -179,7 +179,7 @@ def test_tokens_without_groups_have_no_edge():
     x = check_inputs(*(torch.zeros(1, 1, 3, 2) for _ in range(3)))
     none = torch.zeros(1, 1, 3, 0, dtype=torch.int64)
     assert not Graph(x, extra=sparsefinder.Groups(none, none, 2)).to_mask().any()
-    assert (Graph(x, extra=sparsefinder.Groups(none, none, 2)) | Graph(x, full=True)).to_mask().all()
+    assert (Graph(x, extra=sparsefinder.Groups(none, none, 2)) | Graph.full(x)).to_mask().all()
 
 
 @pytest.mark.parametrize("part", ["query", "key"])

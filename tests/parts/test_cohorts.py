@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fewkeys as fk
-import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.totals import WHOLE
 from fewkeys.core.validation import check_inputs
+from fewkeys.native import kernels
 from fewkeys.select.outliers import PAIR
 from fewkeys.sketch.clusters import clusters, frame, half_variance
 from fewkeys.sketch.cohorts import cohorts
@@ -105,7 +105,7 @@ def test_the_kernel_splits_as_torch_does(many, count):
     real = torch.rand(4, 90, generator=torch.Generator().manual_seed(2)) > 0.3
     key = key * real[:, None, :, None]
     steps = {"sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
-    place, *actual = (part[:, 0] for part in native.halve(rows, key, real, count, scale=0.5, step=3, **steps))
+    place, *actual = (part[:, 0] for part in kernels.halve(rows, key, real, count, scale=0.5, step=3, **steps))
     centred = centre(key, real)[:, 0]
     assert sets(place) == sets(split(rows[:, 0], centred.mT @ centred, count))
     mean, within = described(rows[:, 0], place[..., ::3])

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fewkeys as fk
-from fewkeys import explanation, flow, native
+from fewkeys import explanation, flow
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover, kept
@@ -17,6 +17,7 @@ from fewkeys.cost.crossover import Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import exact
 from fewkeys.execute.native import recorded
+from fewkeys.native import build
 from native_cases import needs_compiler
 
 PLAN = fk.budget(32)
@@ -364,10 +365,10 @@ def test_reasons_are_told(plan, runs, reason):
 def test_the_executor_is_told(monkeypatch):
     q, k, v = problem(100)
     strict = PLAN.never_exact()
-    if native.missing() is None:
+    if build.missing() is None:
         explanation = fk.explain(q, k, v, plan=strict)
         assert (explanation.executor, explanation.uncompiled) == ("native", None)
-        assert explanation.kernels == native.instruction_set()
+        assert explanation.kernels == build.instruction_set()
         assert str(explanation).startswith(f"runs the plan, by compiled kernels for {explanation.kernels}: ")
     explanation = fk.explain(q.double(), k.double(), v.double(), plan=strict)
     assert explanation.executor == "torch"

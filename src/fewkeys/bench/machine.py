@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import fewkeys.native as native
 from fewkeys import flow
 from fewkeys.core.metrics import output_error
 from fewkeys.core.version import VERSION
+from fewkeys.native import build
 from fewkeys.native.sets import cpuinfo
 from fewkeys.plan import Plan, budget
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "kernels": native.missing() or f"compiled for {native.instruction_set()}",
+        "kernels": build.missing() or f"compiled for {build.instruction_set()}",
     }
 
 

@@ -77,7 +77,6 @@ class Graph:
         band: every query sees the keys from so many before to so many after its own position.
         columns: blocks or cohorts of queries share a list of keys.
         rows: every query has its own list (B, Hq, Nq, R), -1 for none; only oracles need this.
-        full: every query sees every key.
         extra: edges of a kind that no executor knows; they bring their own scores and sums.
         scan: every query chooses its own keys by the codes of all keys.
     """
@@ -86,7 +85,6 @@ class Graph:
     band: tuple[int, int] | None = None
     columns: Columns | None = None
     rows: Tensor | None = None
-    full: bool = False
     extra: ExtraEdges | None = None
     scan: ScanEdges | None = None
 
@@ -105,10 +103,15 @@ class Graph:
             _joined(self.band, other.band, lambda a, b: (max(a[0], b[0]), max(a[1], b[1]))),
             _joined(self.columns, other.columns, lambda a, b: _join_columns(a, b, x)),
             _joined(self.rows, other.rows, lambda a, b: torch.cat([a, b], -1)),
-            self.full or other.full,
             _joined(self.extra, other.extra, _join_extra),
             self.scan or other.scan,
         )
+
+    @staticmethod
+    def full(inputs: Inputs) -> Graph:
+        """Every query sees every key."""
+        reach = inputs.keys + inputs.queries + inputs.offset
+        return Graph(inputs, (reach, reach))
 
     @property
     def shared(self) -> Columns | None:
@@ -120,7 +123,7 @@ class Graph:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
         device = x.query.device
-        seen = torch.full((x.batch, x.query_heads, stop - start, x.keys), self.full, device=device)
+        seen = torch.zeros((x.batch, x.query_heads, stop - start, x.keys), dtype=torch.bool, device=device)
         if self.band is not None:
             left, right = self.band
             position = torch.arange(start, stop, device=device)[:, None] + x.offset

@@ -166,7 +166,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Call]]:
 
     def by_plan(x: Inputs) -> Tensor:
         x, restore = rescaled(x.branch())  # it has no statistics yet
-        return restore(recorded.attend(x, plan, lambda: dispatch.attend(problem.prepare(x, plan))))
+        return restore(recorded.attend(x, plan))
 
     exactly = partial(exact.attend, weights=plan.weights)
 

@@ -19,8 +19,8 @@ EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "nativ
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv)."""
-    return EXECUTORS[choose(problem)[0]].attend(problem)
+    """The output (B, Hq, Nq, Dv) of the queries that are no placeholders."""
+    return EXECUTORS[choose(problem)[0]].attend(problem)[:, :, problem.inputs.placeholders :]
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:

@@ -34,7 +34,7 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 def _attend(x: Inputs, weights: Weights) -> Tensor:
     if x.impl == "reference" or not isinstance(weights, Softmax):
         x = x.clear()
-        return reference.attend(Problem(x, Graph(x, full=True), None, weights))
+        return reference.attend(Problem(x, Graph.full(x), None, weights))
     if x.bias is not None and not x.is_causal and x.valid is None and x.query.device.type == "cpu":
         # Biases of reversed queries take no memory. Kernels of other devices want whole rows.
         bias = x.bias.from_last(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)

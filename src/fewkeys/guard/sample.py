@@ -98,14 +98,6 @@ class QuerySample:
         return errors.masked_fill((self.size == 0).unsqueeze(1), 0.0)
 
 
-def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Uniform numbers for `draw`, in float64."""
-    check_drawn_once(generator)
-    if generator is None:  # no plan uses this seed: the sample must not depend on a plan's random keys
-        generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
-    return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
-
-
 def draw(inputs: Inputs, places: Tensor) -> QuerySample:
     """One query from each of m strata, at the relative place in it given by `places` in [0, 1), broadcastable to
     (B, Hq, m).
@@ -166,5 +158,9 @@ def sampled_errors(
     inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 ) -> tuple[QuerySample, Tensor]:
     """A sample at random places of this shape, and the errors of `output` there (B, Hq, m), float64."""
-    sample = draw(inputs, uniform(shape, generator, output.device))
+    check_drawn_once(generator)
+    if generator is None:  # no plan uses this seed: the sample must not depend on a plan's random keys
+        generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
+    places = torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
+    sample = draw(inputs, places.to(output.device))
     return sample, relative_error(take(output, sample.index), exact_rows(inputs, weights, sample.index)).double()

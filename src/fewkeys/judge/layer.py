@@ -121,10 +121,10 @@ def judge_block(
 def answer(choice: Choice) -> tuple[Tensor, Graph]:
     """The output of a choice, and its edges, on inputs without padding."""
     if choice.is_exact:
-        return run(choice), Graph(choice.inputs, full=True)
+        return run(choice), Graph.full(choice.inputs)
     (part,), restore = canonicalise(choice)
     problem = prepare(part, choice.plan)
-    return restore([dispatch.attend(problem)[:, :, problem.inputs.placeholders :]]), problem.graph
+    return restore([dispatch.attend(problem)]), problem.graph
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:

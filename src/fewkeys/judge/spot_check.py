@@ -75,7 +75,6 @@ def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[Estimates]:
     """The estimates of one attention call, for each distinct plan of its heads."""
-    inputs = inputs.clear()
     estimates = []
     for part_plan, heads, part in by_plan(inputs, plan):
         choice = choose(part_plan.never_exact(), part)

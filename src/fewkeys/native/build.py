@@ -122,7 +122,7 @@ def counters() -> dict[str, int]:
     """`multiply_adds` of all kernels and `bytes` of their buffers since the last call, if `FEWKEYS_COUNT=1` is set."""
     library, numbers = _library(), (ctypes.c_int64(), ctypes.c_int64())
     if not hasattr(library, "fewkeys_take_counters"):
-        raise RuntimeError(f"native.counters: expected kernels that count, got others; set {COUNT}=1")
+        raise RuntimeError(f"counters: expected kernels that count, got others; set {COUNT}=1")
     library.fewkeys_take_counters(*map(ctypes.byref, numbers))
     return dict(zip(("multiply_adds", "bytes"), (number.value for number in numbers), strict=True))
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
+from fewkeys.native import kernels
 from fewkeys.native.tensors import wants_gradient
 from fewkeys.rest.base import CountedRest, StandIns, value_shift
 from fewkeys.select.base import Selector
@@ -113,7 +113,7 @@ def _stand_ins(inputs: Inputs, graph: Graph, rest: ClusterMeans, cohort: Cohorts
         tensors = {name: rows for name, rows in sums._asdict().items() if name != "size"}
         tensors |= {"mean": cohort.mean, "within": cohort.within, "middle": middle, "unit": unit}
         numbers = {"tilt": tilt, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
-        stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
+        stand_ins = kernels.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         bias = stand_ins.pop("bias")
         return StandIns(mass=sums.mass, size=sums.size, label=cluster.label, bias=bias if tilt else None, **stand_ins)
     mass, within = _at_least_tiny(sums.mass).unsqueeze(-1), cohort.within.unsqueeze(2)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
+from fewkeys.native import kernels
 from fewkeys.select.base import CountedSelector, of_valid, top_places
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, frame, half_variance
@@ -58,7 +58,7 @@ class Outliers(CountedSelector):
             facts = {"mean": parts.mean, "middle": frame(x).mean, "real": x.valid}
             facts["distance"] = clusters(x, self.clusters).distance
             facts |= {"half_variance": half_variance(x, parts.within)} if parts.are_one else {"within": parts.within}
-            index, used, variance = native.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
+            index, used, variance = kernels.best(key, facts, min(self.count, x.keys), near=NEAR, power=PAIR)
             x.remember((half_variance, parts.within), lambda: variance)
         else:
             scores = (parts.mean @ working(key).mT).add_(of_valid(x, self.common(x, parts)).unsqueeze(2))

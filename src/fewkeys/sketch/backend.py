@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar, TypeVarTuple
 
-import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
+from fewkeys.native import tensors
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
@@ -31,4 +31,4 @@ def compiled_at_once(inputs: Inputs) -> bool:
     """Whether compiled kernels, which know no sums over processes, compute statistics."""
     if inputs.shard is not None or inputs.impl not in COMPILED:
         return False
-    return inputs.remember(native.readable, lambda: native.readable(inputs.query, inputs.key, inputs.value))
+    return inputs.remember(tensors.readable, lambda: tensors.readable(inputs.query, inputs.key, inputs.value))

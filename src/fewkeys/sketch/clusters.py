@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.work import at_once
+from fewkeys.native import kernels
 from fewkeys.native.build import IndefiniteError
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.gram import triangular_root
@@ -144,7 +144,7 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame:
     """The frame and the query moments by a kernel."""
     queries, asked = _query_sample(inputs)
     counts = (count.flatten().float() for count in (asked, _count(inputs, inputs.valid, inputs.keys)))
-    statistics = native.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
+    statistics = kernels.frame(queries, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
     moments = QueryMoments(statistics.pop("mean_query"), statistics.pop("second"))
     covariance = statistics.pop("covariance")
     inputs.remember((query_moments,), lambda: moments)
@@ -166,7 +166,7 @@ def clusters(inputs: Inputs, count: int) -> KeyClusters:
         tensors = {"form": units.form, "shift": units.shift, "middle": units.value_mean, "unit": units.unit}
         numbers = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = subset.take(key), subset.take(value), subset.real
-        label, distance, half = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
+        label, distance, half = kernels.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
         inputs.remember((half_variance, query_covariance(inputs)), lambda: half)
         return KeyClusters(label, distance, count)
     centres = _lloyd(inputs, units, subset, count)

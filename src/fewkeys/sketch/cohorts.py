@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import fewkeys.native as native
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import marked_places, take
+from fewkeys.native import kernels
 from fewkeys.sketch.backend import compiled_at_once, statistic
 from fewkeys.sketch.clusters import QUERY_SAMPLE, TILT, frame, query_covariance, query_moments
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, members, split, split_apart
@@ -115,7 +115,7 @@ def _split(inputs: Inputs, rows: Tensor, key: Tensor, real: Tensor | None, count
     filled = torch.full(sets, -(-total // -(-total // count)) if total else 0, device=rows.device)
     if total and compiled_at_once(inputs):
         steps = {"step": step, "sample": SPLIT_SAMPLE, "power": POWER, "refine": REFINE}
-        return Cohorts(*native.halve(rows, key, real, count, scale=scale, **steps), filled)
+        return Cohorts(*kernels.halve(rows, key, real, count, scale=scale, **steps), filled)
     key, rows = centre(key, real, whole.totals), rows.flatten(0, 1)
     metric = whole.totals.sum(key.mT @ key).flatten(0, 1)
     if inputs.shard is None:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.derivatives import constants, recomputed
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
+from fewkeys.native import kernels
 from fewkeys.native.tensors import wants_gradient
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import KeyClusters, frame, half_variance
@@ -103,7 +103,7 @@ def _by_kernels(
     key: Tensor, value: Tensor, facts: dict[str, Any], count: int, together: bool, tilt: float, totals: Totals
 ) -> Tilted:
     def kernel(key: Tensor, value: Tensor) -> Any:
-        return native.tilt(key, value, facts, count, together, tilt=tilt, largest=LARGEST_TILT)
+        return kernels.tilt(key, value, facts, count, together, tilt=tilt, largest=LARGEST_TILT)
 
     if not wants_gradient(key, value):
         return Tilted(*kernel(key, value))

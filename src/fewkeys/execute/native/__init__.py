@@ -72,7 +72,7 @@ def _form(problem: Problem) -> str | None:
         return f"expected Softmax() weights, got {problem.weights}"
     if graph.scan is not None:
         return by_scan.form(problem)
-    if graph.rows is not None or graph.full:
+    if graph.rows is not None:
         return "expected a band and lists that queries share, got a list of keys for every query"
     if graph.extra is not None:
         return "expected a band and lists that queries share, got extra edges"

@@ -3,16 +3,15 @@
 The kernels of such a plan read the rows of a head many times. From main memory this takes up to twice as long.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import recorded
+from fewkeys.native import kernels, tensors
 from fewkeys.plan import Plan
 
 CACHE = 2**24
@@ -23,21 +22,21 @@ save, and longer beside other programs.
 """
 
 
-def attend(inputs: Inputs, plan: Plan, compute: Callable[[Inputs, Plan], Tensor]) -> Tensor:
-    """`compute(inputs, plan)`, the output (B, Hq, Nq, Dv) of a plan."""
+def attend(inputs: Inputs, plan: Plan) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a plan."""
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
     # Random numbers are drawn for all heads together, and gradients of parts would each fill a tensor of all heads.
     together = plan.keep is None or plan.keep.cohort_lists == 1 or x.generator is not None
-    if together or x.impl not in COMPILED or are_few(*rows) or not native.suits(*rows):
-        return recorded.attend(x, plan, partial(compute, x, plan))
+    if together or x.impl not in COMPILED or are_few(*rows) or not tensors.suits(*rows):
+        return recorded.attend(x, plan)
     output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
     by_key_head = output.unflatten(1, (x.kv_heads, x.gqa_ratio))
     for batch, heads in _parts(*rows):
         out = by_key_head[batch, heads].flatten(1, 2)
         part = x.heads(heads, batch)
-        _, (query, key, value) = native.largest_and_rows(part.query, part.key, part.value, by_head=True)
+        _, (query, key, value) = kernels.largest_and_rows(part.query, part.key, part.value, by_head=True)
         part = replace(part, query=query, key=key, value=value)
-        out.copy_(recorded.attend(part, plan, partial(compute, part, plan), out))
+        out.copy_(recorded.attend(part, plan, out))
     return output
 
 

@@ -8,7 +8,7 @@ first call are recorded with their arguments; later calls of the same plan and s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import prepare
 from fewkeys.native.build import IndefiniteError, Step, recorded_steps, repeat
 from fewkeys.native.tensors import suits
 from fewkeys.plan import Plan
@@ -34,18 +36,18 @@ _recordings: dict[Hashable, Recording] = {}
 """By plan and shapes, the last used ones at the end."""
 
 
-def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor], out: Tensor | None = None) -> Tensor:
-    """`compute()`, the output (B, Hq, Nq, Dv) of a plan, or the same by recorded kernels. out: contiguous memory for it
-    that kernels may write.
+def attend(inputs: Inputs, plan: Plan, out: Tensor | None = None) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a plan, by recorded kernels if there are any. out: contiguous memory for it that
+    these may write.
     """
     x, rows = inputs, (inputs.query, inputs.key, inputs.value)
     is_ours = _RULES.issuperset(map(type, (*plan.parts, plan.rest)))
     if not (is_ours and x.is_fresh and _is_plain(x)):  # statistics of another plan would not be computed again
-        return compute()
+        return dispatch.attend(prepare(x, plan))
     form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
     # Taken out, as its memory is for one thread at a time. No lock: another thread could hold it at a fork.
     if (recording := _recordings.pop(form, None)) is None:
-        output, recording = _recorded(rows, compute)
+        output, recording = _recorded(x, plan)
         x.forget()  # later calls overwrite the statistics
         if recording is None:
             return output
@@ -53,7 +55,7 @@ def attend(inputs: Inputs, plan: Plan, compute: Callable[[], Tensor], out: Tenso
         try:
             output = recording.run(rows, out)
         except IndefiniteError:
-            output = compute()
+            output = dispatch.attend(prepare(x, plan))
     for least_used in list(_recordings):
         if recording.bytes + sum(other.bytes for other in list(_recordings.values())) <= MOST_BYTES:
             break
@@ -70,11 +72,11 @@ def _is_plain(x: Inputs) -> bool:
     return suits(*rows) and all(part.dtype == torch.float32 and part.is_contiguous() for part in rows)
 
 
-def _recorded(rows: Sequence[Tensor], compute: Callable[[], Tensor]) -> tuple[Tensor, Recording | None]:
+def _recorded(x: Inputs, plan: Plan) -> tuple[Tensor, Recording | None]:
     """The output, and the recording if the call can be repeated."""
     with _Watch() as watch, recorded_steps() as steps:  # type: ignore[no-untyped-call]
-        output = compute()
-    rows = *rows, output
+        output = dispatch.attend(prepare(x, plan))
+    rows = x.query, x.key, x.value, output
     spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in rows]
     are_apart = not any(a.start in b or b.start in a for a, b in combinations(spans, 2))
     if not (watch.is_plain and are_apart and output.is_contiguous()):

@@ -37,7 +37,7 @@ def attend(problem: Problem) -> Tensor:
         return by_scan.attend(problem, scanned)
     if problem.by_cohort:
         return by_cohort.attend(problem)
-    if graph.rows is not None or graph.full or graph.scan is not None:
+    if graph.rows is not None or graph.scan is not None:
         return reference.attend(problem)
     lead, size = 0, 64 if graph.band is None else band_block(sum(graph.band))
     if graph.columns is not None and graph.columns.blocks > 1:

@@ -23,8 +23,7 @@ from fewkeys.sketch.codes import BLOCK
 
 def only_scan(graph: Graph) -> Scanned | None:
     """The scan of a graph that holds no other edges, else None."""
-    others = (graph.band, graph.columns, graph.rows, graph.extra)
-    is_alone = not graph.full and all(other is None for other in others)
+    is_alone = all(other is None for other in (graph.band, graph.columns, graph.rows, graph.extra))
     return graph.scan if isinstance(graph.scan, Scanned) and is_alone else None
 
 
