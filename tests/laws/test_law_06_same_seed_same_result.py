@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, PLANS, RUNNING_PLANS
 from executors import FORMS, WAYS, Way, runs
@@ -56,6 +57,41 @@ def test_another_seed_may_give_another_result(name, form, way):
 @pytest.mark.parametrize(("name", "form", "way"), runs(FIXED, ["padded"]))
 def test_plans_that_draw_nothing_do_not_care(name, form, way):
     assert torch.equal(answer(name, way, 1, FORMS[form])[0], answer(name, way, 2, FORMS[form])[0])
+
+
+class Accumulated(TorchDispatchMode):
+    """Whether `index_put_` adds float32 rows of the same place: on several threads, torch adds them in any order."""
+
+    seen = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "index_put" in function.name() and args[3:4] == (True,) and args[0].dtype == torch.float32:
+            index = [numbers for numbers in args[1] if numbers is not None]
+            places = torch.stack(torch.broadcast_tensors(*index)).flatten(1)
+            self.seen |= places.shape[1] > places.unique(dim=1).shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+def assert_summed_in_one_order(name, way, shape, **options):
+    tensors = [x.requires_grad_() for x in shape.draw(dtype=way.dtype)]
+    output = way.attend(*tensors, plan=CASES[name].part, **shape.options, **options)
+    with Accumulated() as mode:
+        output.square().sum().backward()
+    assert not mode.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "way"),
+    runs(PLANS, ["grouped"], gradients=True) + runs(RUNNING_PLANS, ["causal grouped"], gradients=True),
+)
+def test_gradients_are_summed_in_one_order(name, form, way):
+    assert_summed_in_one_order(name, way, FORMS[form])
+
+
+@pytest.mark.parametrize(("name", "form", "way"), runs(FIXED[1:], ["grouped"], gradients=True))
+def test_gradients_of_heads_that_fall_back_are_summed_in_one_order(name, form, way):
+    """Of several query heads that share a key head."""
+    assert_summed_in_one_order(name, way, FORMS[form], max_error=0.25)
 
 
 AUTO = """

@@ -110,8 +110,11 @@ def _of_lists(problem: Problem, s: StandIns, rows: _Rows) -> _Columns:
 
 def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Columns:
     x, s = problem.inputs, stand_ins
-    block = cast("Columns", problem.graph.columns).block(x, rows.start, rows.stop)
-    key, value, bias, size = (_by_query_head(x, part)[:, :, block] for part in (s.key, s.value, s.bias, s.size))
+    block, parts = (
+        cast("Columns", problem.graph.columns).block(x, rows.start, rows.stop),
+        (s.key, s.value, s.bias, s.size),
+    )
+    key, value, bias, size = (_by_query_head(x, part).index_select(2, block) for part in parts)
     scores = _times(rows.query, key.mT)
     if isinstance(problem.weights, Softmax):  # the bias includes the size
         return scores + bias, (size > 0).to(scores.dtype), value, None
@@ -120,7 +123,7 @@ def _of_blocks(problem: Problem, stand_ins: BlockStandIns, rows: _Rows) -> _Colu
 
 def _of_ranges(x: Inputs, stand_ins: RangeStandIns, rows: _Rows) -> _Columns:
     step = stand_ins.step(x, rows.start, rows.stop)
-    key, value = (_by_query_head(x, part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
+    key, value = (_by_query_head(x, part).index_select(2, step) for part in (stand_ins.key, stand_ins.value))
     before = pad(rows.kept.to(key.dtype).cumsum(-1), (1, 0))
     kept = before.gather(-1, stand_ins.edges[step].expand(*before.shape[:3], -1)).diff(dim=-1)
     return _times(rows.query, key.mT), working(stand_ins.size)[:, None, step] - kept, value, None

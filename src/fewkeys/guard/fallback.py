@@ -80,13 +80,9 @@ class Guard:
         if inputs.bias is not None:  # heads with different tables cannot become sequences of one head
             return torch.where(failed[..., None, None], exact.attend(inputs, weights), output)
         sequence, head = failed.nonzero(as_tuple=True)
-        key_head = head // inputs.gqa_ratio
-        alone = replace(  # sequences of one head
-            inputs,
-            query=inputs.query[sequence, head].unsqueeze(1),
-            key=inputs.key[sequence, key_head].unsqueeze(1),
-            value=inputs.value[sequence, key_head].unsqueeze(1),
-            valid=None if inputs.valid is None else inputs.valid[sequence],
-            _memory={},
-        )
+        place = sequence * inputs.kv_heads + head // inputs.gqa_ratio  # several query heads may share a key head
+        key, value = (rows.flatten(0, 1).index_select(0, place).unsqueeze(1) for rows in (inputs.key, inputs.value))
+        query = inputs.query[sequence, head].unsqueeze(1)
+        valid = None if inputs.valid is None else inputs.valid[sequence]
+        alone = replace(inputs, query=query, key=key, value=value, valid=valid, _memory={})  # sequences of one head
         return output.index_put((sequence, head), exact.attend(alone, weights).squeeze(1))

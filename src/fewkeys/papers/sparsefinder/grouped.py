@@ -93,7 +93,7 @@ class GroupedKeys(Kept):
 
     def _by_group(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The rows (Heads, N, X) of the keys of every group."""
-        parts: tuple[Tensor, ...] = working(rows.flatten(0, 1)[self.row]).split(self.sizes)
+        parts: tuple[Tensor, ...] = working(rows.flatten(0, 1).index_select(0, self.row)).split(self.sizes)
         return parts
 
     def _stretches(self, chunk: Chunk) -> list[Stretch]:
