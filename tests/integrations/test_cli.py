@@ -502,6 +502,15 @@ def test_a_full_disk_is_one_line(run, tmp_path, monkeypatch, command):
     assert left(tmp_path) == ["words.txt"]
 
 
+def test_a_picture_that_cannot_be_drawn_loses_no_results(run, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ValueError("no fonts")
+
+    monkeypatch.setattr("fewkeys.report.save_figure", broken)
+    refused(run(out=tmp_path / "out"), "no fonts")
+    assert Report.load(tmp_path / "out" / "results.json").rows
+
+
 def test_names_that_are_not_utf8_can_be_reported(run, words):
     """A page and JSON hold text."""
     odd, plan = words.rename(words.with_name(os.fsdecode(b"caf\xe9.txt"))), words.with_name(os.fsdecode(b"plan\xe9"))

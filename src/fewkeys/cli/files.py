@@ -36,15 +36,15 @@ def deliver(
     name: str = "",
     fill: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write the files of `fill` and the JSON of the result, as `name`, to --out, if both are given; print it under
-    --json, else call `show`.
+    """Write the JSON of the result, as `name`, and the files of `fill` to --out, if both are given; print it under
+    --json, else call `show`. The JSON comes first: no failure to draw pictures loses it.
     """
     text = result if isinstance(result, str) else json.dumps(result, indent=1, allow_nan=False) + "\n"
     is_written = name and arguments.out is not None
     if is_written:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        fill(arguments.out)
         write_whole(arguments.out / name, text)
+        fill(arguments.out)
     with to_reader():
         if arguments.json:
             print(text, end="")

@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in names}
         with inputs.named_as_options(share="--held-out"):
             finder, report = fit_and_judge(captured, arguments.held_out, directory=work, progress=step, **settings)
-    deliver(arguments, report, lambda: _print_table(report), "fit.json", finder.save_pretrained)
+    finder.save_pretrained(arguments.out)
+    deliver(arguments, report, lambda: _print_table(report), "fit.json")
     shutil.rmtree(work, ignore_errors=True)
 
 

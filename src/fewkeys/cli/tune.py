@@ -6,7 +6,6 @@ tuned.json, tuned.png and tuned.pdf. Run the same command again to continue afte
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
@@ -78,9 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
         error, of_budget = (report.row(name).error for name in ("tuned", OURS))
         print(f"\nHeld-out error: tuned {error:.3f}, fewkeys.budget({paid}) {of_budget:.3f}.")
 
-    def fill(folder: Path) -> None:
-        plan.save_pretrained(folder)
-        save_tuned(plan, report, folder / "tuned.png")
-
-    deliver(arguments, report.to_json(), show, "tuned.json", fill)
+    plan.save_pretrained(arguments.out)
+    deliver(arguments, report.to_json(), show, "tuned.json", lambda out: save_tuned(plan, report, out / "tuned.png"))
     shutil.rmtree(work, ignore_errors=True)
