@@ -11,8 +11,8 @@ from fewkeys.core.graph import Graph, marked
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
-from fewkeys.native import kernels, tensors
-from fewkeys.native.kernels import LARGEST_CODED
+from fewkeys.native.kernels import LARGEST_CODED, best_codes, code_keys
+from fewkeys.native.tensors import readable
 from fewkeys.select.base import CountedSelector, Remembered
 from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs, width
 
@@ -59,9 +59,9 @@ class KeyScan(CountedSelector):
 
 def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
     """The codes of keys (B, Hkv, N, D); the compiled kernel gives the same bits."""
-    if impl in COMPILED and tensors.readable(key.detach()) and key.shape[3] <= LARGEST_CODED:
+    if impl in COMPILED and readable(key.detach()) and key.shape[3] <= LARGEST_CODED:
         sign = signs(key.shape[3], key.device)
-        return Codes(*kernels.code_keys(key.detach(), sign, frame.middle, frame.spread))
+        return Codes(*code_keys(key.detach(), sign, frame.middle, frame.spread))
     return encode(key, frame)
 
 
@@ -96,8 +96,8 @@ class Scanned:
         """(B, Hq, Nq, most), int32: the chosen keys, ascending, -1 for none at the end."""
         x = self.inputs
         packed, sigma, query = self.codes.packed, self.codes.sigma, x.query.detach()
-        if x.impl in COMPILED and tensors.readable(packed, sigma, query, x.valid) and x.head_dim <= LARGEST_CODED:
-            return kernels.best_codes(packed, sigma, query, self.sign, self.seen, x.valid, self.most)
+        if x.impl in COMPILED and readable(packed, sigma, query, x.valid) and x.head_dim <= LARGEST_CODED:
+            return best_codes(packed, sigma, query, self.sign, self.seen, x.valid, self.most)
         return best(self.codes, rounded(query, x.scale), self.seen, x.valid, self.most)
 
     @property
