@@ -5,6 +5,7 @@ import contextvars
 import copy
 import pickle
 import queue
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,15 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import MPNetConfig, MPNetModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fewkeys as fk
+from fewkeys.integrations import switch
 from fewkeys.integrations.answers import ATTRIBUTE
 from fewkeys.integrations.transformers import apply
-from tiny_models import bert, close, far, llama, padded, run, tokens
+from tiny_models import SIZES, bert, close, far, llama, padded, run, tokens
 
 WINDOW = fk.Plan(fk.Window(3))
 PLANS = [fk.Plan(), *(fk.Plan(fk.Window(size)) for size in (1, 3, 5))]
@@ -38,10 +41,16 @@ def alone(model, plan):
         return run(model, **inputs())
 
 
-@pytest.mark.parametrize("make", [bert, llama])
+def mpnet():
+    torch.manual_seed(0)
+    return MPNetModel(MPNetConfig(**SIZES, max_position_embeddings=40, initializer_range=0.3)).eval()
+
+
+@pytest.mark.parametrize("make", [bert, llama, mpnet])
 @pytest.mark.parametrize("models", [1, 2])
 def test_every_thread_has_its_own_plan(make, models):
     several = [make() for _ in range(models)]
+    implementation = several[0].config._attn_implementation
     want = [alone(several[0], plan) for plan in PLANS]
     assert all(far(want[0], other) for other in want[1:])
     together, interval = threading.Barrier(len(PLANS)), sys.getswitchinterval()
@@ -60,7 +69,39 @@ def test_every_thread_has_its_own_plan(make, models):
     for answers, right in zip(actual, want, strict=True):
         for answer in answers:
             close(answer, right, real)
-    assert {model.config._attn_implementation for model in several} == {"sdpa"}
+    assert {model.config._attn_implementation for model in several} == {implementation}
+
+
+def test_records_that_calls_read_without_a_lock_are_replaced_and_never_changed():
+    model = bert()
+    with apply(model, WINDOW):
+        records = [switch.switched[model.config], vars(model.encoder.layer[0].attention.self)[ATTRIBUTE]]
+        before = copy.copy(records[0].holders), copy.copy(records[1].answers)
+        with apply(model, WINDOW):
+            pass
+        during = apply(model, WINDOW)
+        assert (records[0].holders, records[1].answers) == before
+        during.restore()
+
+
+def test_several_threads_apply_their_first_plan_at_once():
+    script = """
+import sys, threading
+import transformers
+from fewkeys.integrations.interface import register
+together, done = threading.Barrier(4), []
+def first():
+    together.wait()
+    register()
+    done.append(True)
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=first) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+sys.exit(len(done) != 4)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_call_may_begin_while_another_thread_applies_a_plan():

@@ -19,6 +19,7 @@ from fewkeys.core.derivatives import in_backward
 
 ATTRIBUTE = "_fewkeys"
 LOCK = threading.RLock()
+"""Whoever changes which plans a model has holds it. Calls of the model read without it what is replaced as a whole."""
 
 
 class Length(int):
@@ -115,18 +116,16 @@ def plan_stack(module: nn.Module) -> PlanStack:
 
 
 def push(module: nn.Module, scope: Scope, answer: LayerAnswer) -> None:
-    """Let `answer` answer the calls of `module` within `scope`."""
-    with LOCK:
-        attached[id(module)] = module
-        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: answer}, id(module))
+    """Let `answer` answer the calls of `module` within `scope`. The caller has the `LOCK`."""
+    attached[id(module)] = module
+    vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: answer}, id(module))
 
 
 def remove(module: nn.Module, scope: Scope) -> None:
-    """Undo `push`."""
-    with LOCK:
-        stack = plan_stack(module)
-        others = {other: answer for other, answer in stack.answers.items() if other is not scope}
-        if others:
-            vars(module)[ATTRIBUTE] = PlanStack(others, stack.owner)
-        else:
-            vars(module).pop(ATTRIBUTE, None)
+    """Undo `push`. The caller has the `LOCK`."""
+    stack = plan_stack(module)
+    others = {other: answer for other, answer in stack.answers.items() if other is not scope}
+    if others:
+        vars(module)[ATTRIBUTE] = PlanStack(others, stack.owner)
+    else:
+        vars(module).pop(ATTRIBUTE, None)

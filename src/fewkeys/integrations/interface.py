@@ -99,20 +99,23 @@ class attach:  # noqa: N801  # used like a function and like `torch.no_grad`
 
     def __init__(self, model: PreTrainedModel, answer: Answer | None) -> None:
         self._modules, self._configs = attention_modules(model), switch.configs_of(model)
-        mpnet.restate(self._modules)
-        register()
         self._scope, self._is_active = Scope(), True
         self._holder = None if answer is None else self._scope
-        switch.hold(self._configs, self._holder)
-        self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-        if answer is not None:
-            for layer, module in enumerate(self._modules):
-                answers.push(module, self._scope, partial(answer, layer))
+        with answers.LOCK:
+            mpnet.restate(self._modules)
+            register()
+            switch.hold(self._configs, self._holder)
+            self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
+            if answer is not None:
+                for layer, module in enumerate(self._modules):
+                    answers.push(module, self._scope, partial(answer, layer))
 
     def detach(self) -> None:
         """Restore the model's attention, unless another plan is active. A second call does nothing."""
         self._scope.leave()
-        if self._is_active:
+        with answers.LOCK:
+            if not self._is_active:
+                return
             self._is_active = False
             for module in self._modules:
                 answers.remove(module, self._scope)
@@ -136,9 +139,10 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attention_forward)
-    AttentionMaskInterface.register(NAME, _mask)
-    operator.register(_from_graph)
+    with answers.LOCK:
+        AttentionInterface.register(NAME, _attention_forward)
+        AttentionMaskInterface.register(NAME, _mask)
+        operator.register(_from_graph)
 
 
 def _copied_stack(innermost: LayerAnswer | None) -> PlanStack:

@@ -4,25 +4,28 @@ A call that runs meanwhile in another thread stays correct: a mask that the mode
 attention, and SDPA reads ours (`masks.KeyMask`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fewkeys.integrations.answers import LOCK, Scope
+from fewkeys.integrations.answers import Scope
 from fewkeys.integrations.mpnet import is_mpnet
 
 NAME = "fewkeys"
 """The name of the attention function in transformers' registries."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SwitchedConfig:
-    """A configuration's own implementation, and the scopes that need the switch (None: a cache)."""
+    """A configuration's own implementation, and the scopes that need the switch (None: a cache).
+
+    It is replaced and never changed: calls in other threads read it without a lock.
+    """
 
     implementation: str | None
-    holders: list[Scope | None] = field(default_factory=list)
+    holders: tuple[Scope | None, ...]
 
 
 switched = WeakIdKeyDictionary()
@@ -47,26 +50,27 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def hold(configs: list[Any], holder: Scope | None) -> None:
-    """Keep these configurations switched until as many calls of `release`."""
-    with LOCK:
-        for config in configs:
-            entry = switched.setdefault(config, SwitchedConfig(config._attn_implementation))
-            if config._attn_implementation != NAME:  # new, or set to another one since
-                entry.implementation = config._attn_implementation
-                config._attn_implementation = {"": NAME}  # of this one, not of nested ones
-            entry.holders.append(holder)
+    """Keep these configurations switched until as many calls of `release`. The caller has the `LOCK`."""
+    for config in configs:
+        implementation, holders = config._attn_implementation, (holder,)
+        if (entry := switched.get(config)) is not None:
+            holders = (*entry.holders, holder)
+            implementation = entry.implementation if implementation == NAME else implementation  # set since
+        switched[config] = SwitchedConfig(implementation, holders)
+        config._attn_implementation = {"": NAME}  # of this one, not of nested ones
 
 
 def release(configs: list[Any], holder: Scope | None) -> None:
-    """Undo one `hold`."""
-    with LOCK:
-        for config in configs:
-            entry = switched[config]
-            entry.holders.remove(holder)
-            if not entry.holders:
-                if config._attn_implementation == NAME:  # another one that a user has set stays
-                    config._attn_implementation = {"": entry.implementation}
-                del switched[config]
+    """Undo one `hold`. The caller has the `LOCK`."""
+    for config in configs:
+        entry = switched[config]
+        place = entry.holders.index(holder)
+        if others := entry.holders[:place] + entry.holders[place + 1 :]:
+            switched[config] = replace(entry, holders=others)
+            continue
+        if config._attn_implementation == NAME:  # another one that a user has set stays
+            config._attn_implementation = {"": entry.implementation}
+        del switched[config]
 
 
 def holders(config: Any) -> list[Scope]:
