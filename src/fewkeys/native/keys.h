@@ -60,14 +60,13 @@ static void nearest_of(const float *scores, const float *constant, int count, fl
 // Sums V vectors of every row, and the squares of their entries.
 template <int V, class T>
 static void add_up(const T *row, int64_t stride, int64_t count, float *sums, vec &square) {
-  vec sum[V] = {};
+  vec sum[V] = {}, squares[V] = {};
   for (int64_t j = 0; j < count; j++, row += stride)
     for (int v = 0; v < V; v++) {
       const vec x = load(row + v * LANES);
-      sum[v] += x;
-      square += x * x;
+      sum[v] += x, squares[v] += x * x;
     }
-  for (int v = 0; v < V; v++) store(sums + v * LANES, load(sums + v * LANES) + sum[v]);
+  for (int v = 0; v < V; v++) store(sums + v * LANES, load(sums + v * LANES) + sum[v]), square += squares[v];
 }
 
 // Sums rows; returns the sum of the squares of all entries.
@@ -77,6 +76,7 @@ static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, 
   vec square = {};
   int64_t d = 0;
   for (; d + 4 * LANES <= dim; d += 4 * LANES) add_up<4>(row + d, stride, count, sums + d, square);
+  for (; d + 2 * LANES <= dim; d += 2 * LANES) add_up<2>(row + d, stride, count, sums + d, square);
   for (; d + LANES <= dim; d += LANES) add_up<1>(row + d, stride, count, sums + d, square);
   float squares = sum_of_lanes(square);
   for (; d < dim; d++)
