@@ -45,12 +45,11 @@ class Explanation:
         if self.runs == "exact":
             return f"runs exact attention: {self.reason}"
         processor = "" if self.kernels is None else f" for {self.kernels}"
-        executor = "" if self.executor is None else f", by {NAMES[self.executor]}{processor}"
+        executor = "" if self.executor is None else f", by {NAMES.get(self.executor, self.executor)}{processor}"
         text = f"runs the plan{executor}: {self.reason}"
         return text if self.uncompiled is None else f"{text}; no compiled kernels: {self.uncompiled}"
 
 
-@full_precision()
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
     """What `fewkeys.attention` does with such a call on this machine, and why, as a value and in words (`print`).
 
@@ -64,8 +63,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     reason = (choice.reason, None, None) if choice.reason != flow.FASTER else _times(choice.inputs, plan)
     if choice.is_exact:
         return Explanation("exact", *reason)
-    parts, _ = flow.canonicalise(choice)
-    executor, uncompiled = dispatch.choose(prepare(parts[0], plan)) if parts else (None, None)  # none: all is padding
+    with full_precision():
+        parts, _ = flow.canonicalise(choice)
+        executor, uncompiled = dispatch.choose(prepare(parts[0], plan)) if parts else (None, None)  # none: all padding
     return Explanation("plan", *reason, executor, uncompiled, instruction_set() if executor == "native" else None)
 
 

@@ -342,7 +342,7 @@ def test_names_that_are_not_utf8_stay_apart(tmp_path):
     for name in (b"k_\xe8", b"k_\xe9"):
         (tmp_path / os.fsdecode(name)).write_text(repr(name))
     documents, _ = read_documents([tmp_path])
-    assert {Path(name).name: document.text for name, document in documents.items()} == {
+    assert {Path(name).name: text for name, text in documents.items()} == {
         r"k_\xe8": repr(b"k_\xe8"),
         r"k_\xe9": repr(b"k_\xe9"),
     }

@@ -138,7 +138,7 @@ def test_addresses_inside_rows():
     first, later = drawn(FORM, 2)
     later[1][0, 0, -20, 3] = 50.0
     output, (query, *pair) = torch.empty(3), last(*first)
-    args = tensors.struct("Extents")(**tensors.sized(*pair), query=query, queries=190, largest=output)
+    args = tensors.STRUCTS["Extents"](**tensors.sized(*pair), query=query, queries=190, largest=output)
     spans = [range(part.data_ptr(), part.data_ptr() + part.nbytes) for part in (*first, output)]
     recording = recorded.Recording([("fewkeys_extents", args, torch.float32)], spans, output)
     assert recording.run(later).tolist() == kernels.largest_and_rows(*last(*later))[0]

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys.core.validation import check_inputs
-from fewkeys.past.summary import Summary, moments
+from fewkeys.sketch.summary import Summary, moments
 
 SHAPE = CAUSAL_SHAPES["causal padded"]
 

@@ -89,7 +89,9 @@ def bench(
 
 def _call(x: Inputs, plan: Plan | None) -> Tensor:
     if plan is None:
-        return scaled_dot_product_attention(x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale)
+        return scaled_dot_product_attention(
+            x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale, enable_gqa=True
+        )
     return attend(x.branch(), plan.never_exact())
 
 

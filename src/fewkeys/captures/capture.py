@@ -124,7 +124,6 @@ class Capture(Facts):
     """
 
     directory: Path
-    _guard: object = field(default=None, repr=False)
     _part: tuple[tuple[int, slice], ...] | None = field(default=None, repr=False)
     _sound: set[str] = field(default_factory=set, repr=False)
 

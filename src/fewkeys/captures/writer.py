@@ -34,7 +34,9 @@ class CaptureWriter:
         self._scales: list[float] = []
         self._layer = self._batches = self._sequences = self._tokens = 0
         self.directory = Path(tempfile.mkdtemp(prefix="fewkeys-capture-") if directory is None else directory)
-        self._removal = _Removal(self.directory) if directory is None else None
+        self._sound: set[str] = set()
+        if directory is None:  # the finished capture and all its parts share this set: the folder goes with the last
+            weakref.finalize(self._sound, shutil.rmtree, self.directory, ignore_errors=True)
         folders = [self.directory, *self.directory.parents]
         self._created = [x for x in folders if not x.exists()] if directory is not None else folders[:1]
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -84,10 +86,6 @@ class CaptureWriter:
         self._layer = 0
         self._batches += 1
 
-    def write_projections(self, weights: Mapping[int, Tensor]) -> None:
-        """Write the known output projections (out, Hq Dv) by layer."""
-        self._save(PROJECTIONS, {str(layer): weight for layer, weight in weights.items()})
-
     def _save(self, name: str, tensors: Mapping[str, Tensor | None]) -> None:
         copies = plain({key: tensor for key, tensor in tensors.items() if tensor is not None})
         self._files[name] = fingerprint(name, copies)
@@ -97,10 +95,14 @@ class CaptureWriter:
             fix = "make room, or name a larger disk (TMPDIR, for a temporary capture)"
             raise OSError(f"capture: {self.directory / name} cannot be written ({error}); {fix}") from None
 
-    def finish(self, weights: Sequence[float] = ()) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: as in `Facts`."""
+    def finish(self, weights: Sequence[float] = (), projections: Mapping[int, Tensor] | None = None) -> Capture:
+        """Write `capture.json` and return the capture. `weights`: as in `Facts`. `projections`: the known output
+        projections (out, Hq Dv) by layer.
+        """
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
+        if projections:
+            self._save(PROJECTIONS, {str(layer): matrix for layer, matrix in projections.items()})
         facts = Facts(
             model_name=self._model_name,
             layers=len(self._scales),
@@ -114,7 +116,7 @@ class CaptureWriter:
             files=self._files,
         )
         write_json(self.directory, INDEX, asdict(facts))
-        return Capture(directory=self.directory, _guard=self._removal, **vars(facts))
+        return Capture(directory=self.directory, _sound=self._sound, **vars(facts))
 
     def abort(self) -> None:
         """Remove what this writer has made."""
@@ -123,10 +125,3 @@ class CaptureWriter:
         with suppress(OSError):  # a folder holds other files: leave it
             for folder in self._created:
                 folder.rmdir()
-
-
-class _Removal:
-    """Removes a folder when this object is collected or the program ends, without a warning of `tempfile`."""
-
-    def __init__(self, directory: Path) -> None:
-        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

@@ -44,7 +44,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         options = [name for name in self._option_string_actions if name.startswith("--")]
         for name in (word.partition("=")[0] for word in self._words if word.startswith("--")):
-            if name not in options and (near := get_close_matches(name, options, 1, 0.7)):
+            is_known = any(option.startswith(name) for option in options)  # argparse takes abbreviations
+            if not is_known and (near := get_close_matches(name, options, 1, 0.7)):
                 message = f"unknown option {name}; did you mean {near[0]}?"
                 break
         raise ValueError(f"{message} (try {self.prog} --help)")
@@ -61,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, _exit)
         arguments = parser().parse_args(argv)
         kept = getattr(arguments, "kept", None)
+        if getattr(arguments, "threads", None) is not None:
+            import torch
+
+            torch.set_num_threads(arguments.threads)
         arguments.run(arguments)
     except KeyboardInterrupt:
         goes_on = f"; {kept} are kept, the same command goes on from there" if kept else ""

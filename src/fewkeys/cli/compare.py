@@ -13,6 +13,7 @@ from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver, printable, to_reader
 from fewkeys.cli.options import add_common, add_inputs, add_value, budgets, named_path
 from fewkeys.cli.progress import progress
+from fewkeys.core.files import folder_of
 
 RESULTS = "results.json"
 PAGE = "report.html"
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
     inputs.prepare(arguments, *(["matplotlib"] if arguments.out else []))
-    user_plans = {printable(folder.absolute().name): inputs.open_plan(folder) for folder in arguments.plan}
+    user_plans = {printable(folder_of(folder).absolute().name): inputs.open_plan(folder) for folder in arguments.plan}
     from fewkeys.judge.standard import OURS, standard_plans
 
     if len({**user_plans, **standard_plans(1)}) < len(arguments.plan) + len(standard_plans(1)):
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
             timings = time_model(opened.model, timed_plans, length, seconds=SECONDS)
             times += [WholeTime(row.name, row.budget, length, *ms) for row, ms in zip(timed, timings, strict=True)]
         disturbed = bool(lengths) and watch.is_disturbed
+    if report.sample is not None:
+        report = replace(report, sample=replace(report.sample, tokens=opened.tokens))
     report = replace(report, whole_times=times).with_settings(text=opened.files, disturbed=disturbed)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from fewkeys.cli.files import deliver
-from fewkeys.cli.inputs import EXTRAS, set_threads
+from fewkeys.cli.inputs import EXTRAS
 from fewkeys.cli.options import add_common
 from fewkeys.cli.progress import progress
 
@@ -28,7 +28,6 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.core.files import cache_folder
     from fewkeys.native.build import place
 
-    set_threads(arguments)
     plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from fewkeys.cli.files import printable
 
@@ -14,19 +13,12 @@ SHOWN = 3
 """Files that an error names, with their reasons."""
 
 
-class Document(NamedTuple):
-    """A text, and whether the file itself was named, not its folder."""
-
-    text: str
-    is_named: bool
-
-
-def read_documents(paths: Sequence[Path]) -> tuple[dict[str, Document], dict[str, str]]:
+def read_documents(paths: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
     """The texts of files and of all files in folders, by name; and the names of other files, with reasons.
 
     Names in folders that begin with a dot are ignored. `ValueError` for a named file that is not a text.
     """
-    documents: dict[str, Document] = {}
+    documents: dict[str, str] = {}
     skipped: dict[str, str] = {}
     for path in paths:
         is_named = not path.is_dir()
@@ -34,7 +26,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[dict[str, Document], dict[str
             try:
                 if not is_named and not file.is_file():  # a pipe could wait for ever
                     raise ValueError("is no regular file")
-                documents[printable(file)] = Document(_text(file), is_named)
+                documents[printable(file)] = _text(file)
             except (OSError, ValueError) as error:
                 reason = _unreadable(error) if isinstance(error, OSError) else str(error)
                 if is_named:

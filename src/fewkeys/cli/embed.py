@@ -17,8 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.documents import Document, read_documents
-from fewkeys.cli.files import check_folder, deliver
+from fewkeys.cli.documents import read_documents
+from fewkeys.cli.files import check_folder, deliver, printable
 from fewkeys.cli.options import add_common, named_path, whole
 from fewkeys.cli.progress import Step, progress
 from fewkeys.core.version import VERSION
@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> None:
     from fewkeys.cli.vectors import FinishedPasses, columns, key_of, save
     from fewkeys.integrations import embed
 
-    inputs.set_threads(arguments)
     work, start = out.parent / f".{out.name}.embedding", monotonic()
     with progress() as step:
         encoder, plan, settings = _opened(arguments, step)
-        passes, left_out = _passes(documents, encoder, settings, step)
+        named = set(map(printable, arguments.texts))
+        passes, left_out = _passes(documents, named, encoder, settings, step)
         texts = {key_of(text): text for parts in passes.values() for _, text in parts}
         finished = FinishedPasses(work, settings)
         left = {key: text for key, text in texts.items() if key not in finished.rows}
@@ -162,10 +162,10 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 
 
 def _passes(
-    documents: dict[str, Document], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
+    documents: dict[str, str], named: set[str], encoder: SentenceTransformer, settings: dict[str, Any], step: Step
 ) -> tuple[dict[str, list[tuple[int, str]]], dict[str, str]]:
     """The parts of each text that the model reads in one pass, with their first characters; and the files that are left
-    out, with reasons. `ValueError` if a text is refused, or none is left.
+    out, with reasons. `ValueError` if a text is refused, or none is left. named: the texts that are arguments.
     """
     from fewkeys.integrations import embed
 
@@ -173,13 +173,13 @@ def _passes(
     passes: dict[str, list[tuple[int, str]]] = {}
     left_out: dict[str, str] = {}
     too_long: dict[str, int] = {}
-    for done, (name, (text, is_named)) in enumerate(documents.items()):
+    for done, (name, text) in enumerate(documents.items()):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
         with inputs.named_as_options(**{"text": name, "encoder.max_seq_length": "--max-tokens"}):
             try:
                 tokens = len(embed.read_tokens(encoder, prompt, text).ids)
             except embed.NoTokenError:
-                if is_named:
+                if name in named:
                     raise
                 left_out[name] = "makes no token"
                 continue

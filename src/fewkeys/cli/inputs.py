@@ -35,27 +35,22 @@ EXTRAS = {
 
 
 class Opened(NamedTuple):
-    """A model, batches of token ids, and the names of the files. A stored capture has none of them."""
+    """A model, batches of token ids, the names of the files, and the tokens of the first sequence as its tokenizer
+    writes them. A stored capture has none of them.
+    """
 
     model: Any
     batches: list[Tensor]
     files: list[str]
+    tokens: list[str]
 
 
 def prepare(arguments: argparse.Namespace, *modules: str) -> None:
-    """Check that --out can be written, and `modules` and those of the options are installed; set the threads."""
+    """Check that --out can be written, and that `modules` and those of the options are installed."""
     if arguments.out is not None:
         check_folder(arguments.out)
     options = {demo.PACKAGE: arguments.demo, "transformers": arguments.demo or arguments.model is not None}
     need(*modules, *(module for module, needed in options.items() if needed))
-    set_threads(arguments)
-
-
-def set_threads(arguments: argparse.Namespace) -> None:
-    if arguments.threads is not None:
-        import torch
-
-        torch.set_num_threads(arguments.threads)
 
 
 def need(*modules: str) -> None:
@@ -91,7 +86,8 @@ def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = N
         note = f"the text holds {count} of {sequences} sequences of {length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
     model.config.name_or_path = printable(name)
-    return Opened(model, batches, ["stdin" if str(path) == "-" else printable(path.name) for path in files])
+    names = ["stdin" if str(path) == "-" else printable(path.name) for path in files]
+    return Opened(model, batches, names, [*tokenizer.convert_ids_to_tokens(batches[0][0].tolist())])
 
 
 def read(
@@ -109,7 +105,7 @@ def read(
         from fewkeys.captures.capture import Capture
 
         with named_as_options(directory="--capture"):
-            return Capture.load(folder), Opened(None, [], [])
+            return Capture.load(folder), Opened(None, [], [], [])
     opened = open_model(arguments, step, tokens)
     from fewkeys.core.weights import Entmax
     from fewkeys.integrations.transformers import capture

@@ -43,7 +43,7 @@ class FinishedPasses:
         self._new: dict[str, TextRows] = {}
         self._written = monotonic()
         for path in folder.glob("*.safetensors"):
-            with suppress(ValueError):
+            with suppress(OSError, ValueError):
                 counts, tensors = tensor_files.read(path, self._kind)
                 columns = (tensors[name].split(list(counts.values())) for name in TextRows._fields)
                 self.rows |= dict(zip(counts, map(TextRows, *columns), strict=True))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fewkeys.core.precision import full_precision
+
 
 class constants:  # noqa: N801  # used like `torch.no_grad`, and faster
     """Results computed inside are constant, unlike those of `torch.no_grad` also in forward mode (`torch.func.jvp`)."""
@@ -72,7 +74,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         # Inputs may depend on each other: each copy gets its own part of the gradient alone.
-        with torch.enable_grad():
+        with torch.enable_grad(), full_precision():  # the call had the dtype of autocast, which may be on here
             copies = [rows.view_as(rows) for rows in ctx.saved_tensors]
             pairs = zip(ctx.by_torch(*copies), gradients, strict=True)
         flowing = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]

@@ -27,15 +27,11 @@ class Buffer:
     def rows(self) -> Tensor:
         return self.storage.narrow(-2, 0, self.count)
 
-    def make_room(self, count: int) -> None:
-        room = self.storage.shape[-2]
-        if count > room:
-            # Many rows at once get no spare room: the prompt may be the whole stream.
-            self.storage = self._moved(self.rows, max(self.least, count, room + room // SPARE))
-
     def append(self, rows: Tensor) -> None:
-        total = self.count + rows.shape[-2]
-        self.make_room(total)
+        room, total = self.storage.shape[-2], self.count + rows.shape[-2]
+        if total > room:
+            # Many rows at once get no spare room: the prompt may be the whole stream.
+            self.storage = self._moved(self.rows, max(self.least, total, room + room // SPARE))
         self.storage.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
         self.count = total
 

@@ -45,15 +45,11 @@ class Columns:
         return (position // self.size).clamp_max(self.blocks - 1)
 
 
-class ScanEdges(Protocol):
-    """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
+class ExtraEdges(Protocol):
+    """Edges of another kind: a frozen value of tensors. `mask` alone defines them."""
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1, as `Graph.mask` has them."""
-
-
-class ExtraEdges(ScanEdges, Protocol):
-    """Edges of another kind: a frozen value of tensors. `mask` alone defines them."""
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` if these cannot be edges of such a problem."""
@@ -78,7 +74,7 @@ class Graph:
         columns: blocks or cohorts of queries share a list of keys.
         rows: every query has its own list (B, Hq, Nq, R), -1 for none; only oracles need this.
         extra: edges of a kind that no executor knows; they bring their own scores and sums.
-        scan: every query chooses its own keys by the codes of all keys.
+        scan: every query chooses its own keys by the codes of all keys: `fewkeys.select.key_scan.Scanned`.
     """
 
     inputs: Inputs
@@ -86,7 +82,7 @@ class Graph:
     columns: Columns | None = None
     rows: Tensor | None = None
     extra: ExtraEdges | None = None
-    scan: ScanEdges | None = None
+    scan: Any = None
 
     def __post_init__(self) -> None:
         if self.extra is not None:

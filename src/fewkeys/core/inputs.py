@@ -134,9 +134,6 @@ class Inputs:
     def is_fresh(self) -> bool:
         return not self._memory
 
-    def forget(self) -> None:
-        self._memory.clear()
-
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic `name`, computed at the first call."""
         if name not in self._memory:

@@ -59,13 +59,11 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     if plan.rest.needs_causal and inputs.offset:
         pasts = [past.recent for part in plan.keep.parts if (past := part.remembered) is not None]
-        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in pasts if recent is not None))
+        reach = max((recent.size * recent.blocks for recent in pasts if recent is not None), default=0)
+        inputs = inputs.from_start(reach)
     with constants():
-        return _of_visible(plan.keep.select(inputs))
-
-
-def _of_visible(graph: Graph) -> Graph:
-    """The graph without a band in the future and listed padding, which one's own rule may give; executors trust it."""
+        graph = plan.keep.select(inputs)
+    # Executors trust a graph. A rule from elsewhere may give a band in the future, and list padding.
     x, band, columns = graph.inputs, graph.band, graph.columns
     if x.is_causal and band is not None and band[1] > 0:
         graph = replace(graph, band=(band[0], 0))

@@ -1,5 +1,6 @@
 """Falls back to exact attention where a plan's error is too large, and counts how often."""
 
+import threading
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,8 @@ from fewkeys.core.weights import Weights
 from fewkeys.execute import exact
 from fewkeys.guard.sample import sampled_errors
 
+_LOCK = threading.Lock()
+"""Held while a guard counts: threads may share one. Not an attribute, which could not be copied with a model."""
 QUERIES = 32
 """The default number of exact queries of each sequence and head."""
 
@@ -58,7 +61,8 @@ class Guard:
         self.fallbacks = Fallbacks()
 
     def count_call(self) -> None:
-        self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
+        with _LOCK:
+            self.fallbacks = replace(self.fallbacks, calls=self.fallbacks.calls + 1)
 
     @full_precision()
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
@@ -68,11 +72,12 @@ class Guard:
         error = sample.mean(errors)
         real = (sample.count > 0).unsqueeze(-1)
         failed = ~(error <= self.max_error)  # NaN counts as failed
-        fallbacks, before = int(failed.sum()), self.fallbacks
-        total = (before.error or 0.0) * before.checked + float(error.sum())
-        checked = before.checked + int(real.sum()) * inputs.query_heads
-        mean = total / checked if checked else None
-        self.fallbacks = Fallbacks(before.calls, checked, before.fallbacks + fallbacks, mean)
+        fallbacks, heads, error_sum = int(failed.sum()), int(real.sum()) * inputs.query_heads, float(error.sum())
+        with _LOCK:
+            before = self.fallbacks
+            checked, total = before.checked + heads, (before.error or 0.0) * before.checked + error_sum
+            mean = total / checked if checked else None
+            self.fallbacks = Fallbacks(before.calls, checked, before.fallbacks + fallbacks, mean)
         if fallbacks == 0:
             return output
         if bool((failed | ~real).all()):

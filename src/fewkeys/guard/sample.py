@@ -13,7 +13,7 @@ from fewkeys.core.extent import FINITE, rescaled
 from fewkeys.core.gaps import kept_places
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
-from fewkeys.core.precision import working
+from fewkeys.core.precision import full_precision, working
 from fewkeys.core.rows import marked_places, take
 from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.weights import Weights
@@ -154,6 +154,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@full_precision()
 def sampled_errors(
     inputs: Inputs, weights: Weights, output: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 ) -> tuple[QuerySample, Tensor]:

@@ -44,7 +44,7 @@ class Scope:
 
     def __init__(self) -> None:
         self.is_entered = False
-        self._thread = threading.get_ident()
+        self.thread = threading.current_thread()
 
     def enter(self) -> None:
         """Limit the scope to the current context and those that begin in it."""
@@ -54,23 +54,19 @@ class Scope:
     def leave(self) -> None:
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
-    @property
-    def is_current(self) -> bool:
-        """Whether this context entered the scope, or none did and this thread made it."""
-        return self in _entered.get() if self.is_entered else self._thread == threading.get_ident()
-
 
 _entered: ContextVar[tuple[Scope, ...]] = ContextVar("fewkeys_entered", default=())
 
 
 def in_force(scopes: Iterable[Scope]) -> Scope | None:
     """The innermost (last) of `scopes` that acts in the current context; None: the model itself answers."""
-    inner_first = tuple(scopes)[::-1]
-    acting = [scope for scope in inner_first if scope.is_current]
+    inner_first, entered, here = tuple(scopes)[::-1], _entered.get(), threading.current_thread()
+    # Those that this context entered, and those that none did and this thread made.
+    acting = [scope for scope in inner_first if (scope in entered if scope.is_entered else scope.thread is here)]
     acting = acting or [scope for scope in inner_first if not scope.is_entered]  # another thread's, in all contexts
     if acting:
         return acting[0]
-    if inner_first and isinstance(threading.current_thread(), threading._DummyThread) and in_backward():
+    if inner_first and isinstance(here, threading._DummyThread) and in_backward():
         # Gradient checkpointing computes a layer again, in a thread of autograd, which has no context.
         if len(inner_first) > 1:
             raise ValueError("model: expected one plan for gradient checkpointing, applied without `with`")

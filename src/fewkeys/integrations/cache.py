@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fewkeys.integrations import interface
-from fewkeys.integrations.masks import SLIDING, layer_window
+from fewkeys.integrations.masks import SLIDING
 from fewkeys.integrations.transformers import LayerPlan, plans_per_layer
 from fewkeys.memory.rows import LeafType, check_leaves
 from fewkeys.plan import Plan
-from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -49,10 +48,8 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan], *, leaves: L
     from fewkeys.integrations.stream_cache import StreamCache
 
     _check_layers(model, modules)
-    given = plans_per_layer(plan, modules)
-    check_leaves(leaves, chain(*given))
-    windows = map(layer_window, modules)
-    plans = [of if size is None else (Plan(Window(size)),) for of, size in zip(given, windows, strict=True)]
+    plans = plans_per_layer(plan, modules)
+    check_leaves(leaves, chain(*plans))
     return StreamCache(model, plans, leaves or "int8")
 
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.validation import describe
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, has_two_parts, unwrapped
 from fewkeys.integrations.sensitivity import Sensitivity, counted
+from fewkeys.integrations.terms import attend
 from fewkeys.integrations.text import positions
+from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,8 +99,7 @@ def capture(
                     counts = counted(model, arguments, result, part, "decoder" in parts)
                     writer.write_gradients(sensitivity.gradients(result, counts))
                 writer.end_batch()
-        writer.write_projections(projections.matrices)
-        return writer.finish(weights_of([modules[layer] for layer in captured]))
+        return writer.finish(weights_of([modules[layer] for layer in captured]), projections.matrices)
     except BaseException:
         writer.abort()
         raise
@@ -149,10 +149,9 @@ def exact_passes(
         if part == "cross":
             every = torch.ones_like(inputs.query[:, 0, :, 0], dtype=torch.bool)
             inputs = replace(inputs, query_mask=every if query_mask is None else query_mask)
-        if weights is None:
+        if weights is None or cap is not None:
             return on_attention(layer, inputs, exact(module, inputs))
-        output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
-        return on_attention(layer, inputs, by_token(output))
+        return on_attention(layer, inputs, by_token(attend(inputs, Plan(weights=weights))))
 
     for index, batch in enumerate(batches):
         arguments = batch_arguments(model, batch, index)

@@ -44,7 +44,7 @@ def judge_model(
         for entry, generator, (pooled, single) in zip(entries, generators, cosines, strict=True):
             with apply(model, entry.plan.never_exact(), impl=impl, generator=generator):
                 approximate = _states(model, arguments)
-            pooled.append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1).cpu())
+            pooled.append(cosine_similarity(_mean(states, real), _mean(approximate, real), dim=-1)[real.any(1)].cpu())
             single.append(cosine_similarity(states[real].double(), approximate[real].double(), dim=-1).cpu())
             done(len(states))
     for entry, parts in zip(entries, cosines, strict=True):
@@ -103,10 +103,11 @@ def time_model(
     words = config.get_text_config()
     if (longest := positions(base)) is not None:
         words.max_position_embeddings += length - longest
-    torch.manual_seed(0)
     implementation = "sdpa" if base._supports_sdpa else "eager"  # MPNet has no other
-    twin = type(base)._from_config(config, dtype=model.dtype, attn_implementation=implementation).eval()
-    ids = torch.randint(words.vocab_size, (1, length))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        twin = type(base)._from_config(config, dtype=model.dtype, attn_implementation=implementation).eval()
+        ids = torch.randint(words.vocab_size, (1, length))
     call = partial(twin, input_ids=ids)
     turns: list[list[float]] = []
     start = perf_counter()

@@ -153,15 +153,11 @@ def _pretrained(factory: str, name: str, offline: bool, what: str, fix: str = ""
 
 @contextmanager
 def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
-    """Raise a `ValueError` of one line for any error."""
+    """Raise a `ValueError` for any error, with the first 200 characters of its first sentence on one line."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {_line(error)}{'; ' if fix else ''}{fix}") from None
-
-
-def _line(error: BaseException) -> str:
-    """The first sentence of a message, on one line of at most 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    first = text.split(". ")[0].rstrip(".;")
-    return first if len(first) <= 200 else first[:197] + "..."
+        text = " ".join(str(error).split()) or type(error).__name__
+        first = text.split(". ")[0].rstrip(".;")
+        reason = first if len(first) <= 200 else first[:197] + "..."
+        raise ValueError(f"{what}: {reason}{'; ' if fix else ''}{fix}") from None

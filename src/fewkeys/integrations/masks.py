@@ -170,9 +170,8 @@ def _pattern(
 
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     """The content of a call's mask; `shape`: (B, Nk). It is stored with a mask of ours, which all layers share."""
-    stored: dict[tuple[int, int], Keys] = {}
-    if isinstance(mask, KeyMask):
-        stored = vars(mask).setdefault("_fewkeys_keys", stored)
+    stored: dict[tuple[int, int], Keys]
+    stored = vars(mask).setdefault("_fewkeys_keys", {}) if isinstance(mask, KeyMask) else {}
     if shape not in stored:
         stored[shape] = _read(module, mask, shape)
     return stored[shape]

@@ -94,7 +94,7 @@ def _check_model(
     def on_attention(layer: int, call: AttentionInputs, output: Tensor) -> Tensor:
         plan, place = plans[layer], (layer, calls[layer])  # layers may share a module (ALBERT)
         calls[layer] += 1
-        if plan is not None and call.window is None:
+        if call.window is None:
             checks[place] += check_call(call.checked(generator), plan, queries, source)
         return output
 

@@ -23,6 +23,7 @@ from fewkeys.integrations.terms import gaps_error, plain
 from fewkeys.memory import Stream, files
 from fewkeys.memory.rows import LeafType
 from fewkeys.plan import Plan
+from fewkeys.select import Window
 
 DRAFT = 24
 """Tokens that `crop` can always remove: more than assisted and prompt-lookup decoding propose by default."""
@@ -41,7 +42,8 @@ class StreamLayer(CacheLayerMixin):
 
     def __init__(self, plans: Sequence[Plan], window: int | None, leaves: LeafType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plans, self.window, self.leaves = plans, window, leaves
+        self.plans = plans if window is None else (Plan(Window(window)),)
+        self.window, self.leaves = window, leaves
         self.calls = [self.new_stream()]
         self._length, self.answered = 0, 1
 

@@ -109,14 +109,14 @@ def attend(
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
-    """The plan, or those of the key heads, for `with_sink(inputs)`. A layer's window takes the plan's place."""
+    """The plan, or those of the key heads, for `with_sink(inputs)`. A layer's window takes the place of their keys."""
     if inputs.window is not None:
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)
-        plan = Plan(Window(inputs.window))
-    if not isinstance(plan, Sequence):
-        return _plan_in_terms(inputs, plan or Plan())
-    plans = tuple(_plan_in_terms(inputs, head_plan) for head_plan in plan)
+        weights = plan.weights if isinstance(plan, Plan) else Softmax()
+        plan = Plan(Window(inputs.window), weights=weights)
+    several = plan if isinstance(plan, Sequence) else [plan or Plan()]
+    plans = tuple(_plan_in_terms(inputs, head_plan) for head_plan in several)
     return plans[0] if len(plans) == 1 else plans
 
 

@@ -148,4 +148,4 @@ def check_same_weights(plan: ModelPlan, modules: Sequence[nn.Module]) -> None:
     weights = weights_of(modules) if tuned else []
     if len(weights) == len(tuned) and any(abs(a - b) > TOLERANCE * b for a, b in zip(weights, tuned, strict=True)):
         what = f"tuned on {plan.record.get('model')}, and this model's attention has other weights"
-        warnings.warn(f"plan: {what}; measure it by fewkeys.compare, or tune it again", stacklevel=4)
+        warnings.warn(f"plan: {what}; measure it by fewkeys.compare, or tune it again", stacklevel=3)

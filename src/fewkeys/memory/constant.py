@@ -21,9 +21,9 @@ from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax, positive
 from fewkeys.memory.checks import Kind
 from fewkeys.memory.rows import Rules
-from fewkeys.past.summary import Summary, moments
 from fewkeys.plan import Plan
 from fewkeys.select.base import Recent
+from fewkeys.sketch.summary import Summary, moments
 
 NEVER = 2**62
 """A position that no sequence reaches."""

@@ -78,8 +78,8 @@ class CohortMeans {
         dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim], used(r));
     }
     for (int64_t h = 0; h < p.cohorts; h++) {
-      std::copy_n(first, dim * p.rank, first + h * dim * p.rank);
-      std::copy_n(right, p.rank * wide, right + h * p.rank * wide);
+      if (h) std::copy_n(first, dim * p.rank, first + h * dim * p.rank);
+      if (h) std::copy_n(right, p.rank * wide, right + h * p.rank * wide);
       finish(head, head * p.cohorts + h, right);
     }
   }

@@ -4,19 +4,20 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 """
 
 import ctypes
-import sys
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fewkeys.core.validation import Rows as TensorRows, as_they_are
 from fewkeys.native.build import call
-from fewkeys.native.tensors import DTYPES, KernelArgs, alike, readable, sized, struct, wants_gradient
+from fewkeys.native.tensors import STRUCTS, KernelArgs, readable, sized, wants_gradient
 
 LARGEST_SCRATCH = 2**26
-_scratches: list[Any] = []
+_scratches: list[tuple[Any, StorageWeakRef]] = []
+"""Memory of earlier calls, and whether tensors still use it."""
 LARGEST_CODED = 1024
 """The largest dimension of a head: sums of more numbers would not fit into 16 bits."""
 
@@ -31,7 +32,7 @@ def largest_and_rows(
     the order of tokens, as they are in models; torch copies head by head, and waits for memory at every row.
     """
     rows = query, key, value
-    if torch.compiler.is_dynamo_compiling() or query.dtype not in DTYPES or not readable(*rows):
+    if torch.compiler.is_dynamo_compiling() or not readable(*rows):
         return as_they_are(*rows)
     fields = {**sized(key, value), "query": query, "queries": query.shape[2]}
     if by_head and not wants_gradient(*rows) and not all(part.is_contiguous() for part in rows):
@@ -40,7 +41,7 @@ def largest_and_rows(
         query, key, value = rows = tuple(part.view(row.shape) for part, row in zip(parts, rows, strict=True))
         fields |= {"query_copy": query, "key_copy": key, "value_copy": value}
     numbers = (ctypes.c_float * 3)()
-    call("fewkeys_extents", struct("Extents")(**fields, largest=ctypes.addressof(numbers)), query.dtype)
+    call("fewkeys_extents", STRUCTS["Extents"](**fields, largest=ctypes.addressof(numbers)), query.dtype)
     return list(numbers), rows
 
 
@@ -50,13 +51,15 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
     """
     size, buffer = count * dtype.itemsize, None
     with suppress(IndexError):  # once it is taken out, no other thread has it
-        buffer = _scratches.pop()
-    # A tensor of the buffer would be a third reference, besides the variable and the argument of `getrefcount`.
-    if buffer is None or len(buffer) < size or sys.getrefcount(buffer) > 2:
+        buffer, use = _scratches.pop()
+        if len(buffer) < size or not use.expired():
+            buffer = None
+    if buffer is None:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+    scratch = torch.from_numpy(buffer)
     if len(buffer) <= LARGEST_SCRATCH and not _scratches:
-        _scratches.append(buffer)
-    return torch.from_numpy(buffer)[:size].view(dtype)
+        _scratches.append((buffer, StorageWeakRef(scratch.untyped_storage())))
+    return scratch[:size].view(dtype)
 
 
 def frame(
@@ -67,14 +70,13 @@ def frame(
     Of a sample of the queries (B, Hq, M, D); `asked` (B) of them count, and `real` (B) of the keys. `numbers`: fields
     of `Framed`. Raises `IndefiniteError` if rounding made a matrix indefinite.
     """
-    query, key, value = alike(query, key, value)
     batch, heads, _, dim = key.shape
     shapes = dict.fromkeys(("second", "covariance", "root"), (dim, dim)) | {"mean_query": (1, dim), "mean": (1, dim)}
     shapes |= {"value_mean": (1, value.shape[3]), "unit": (1, 1), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
     output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
     tensors = {"query": query, "asked": asked, "real": real, **output}
     sizes = {"gqa_ratio": query.shape[1] // heads, "queries": query.shape[2]}
-    call("fewkeys_frame", struct("Framed")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
+    call("fewkeys_frame", STRUCTS["Framed"](**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
     return output
 
 
@@ -95,15 +97,14 @@ def cluster(
     Returns:
         Of every key (B, H, N): its cluster, the squared distance from the centre, and `clusters.half_variance`.
     """
-    *rows, real = sample
-    key, value, sample_key, sample_value = alike(key, value, *rows)
+    sample_key, sample_value, real = sample
     new = seen["form"].new_empty
     label, distance, half = (new(key.shape[:3], dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32))
     constant, centre = new((*key.shape[:2], count)), new((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     tensors = {**seen, "sample_key": sample_key, "sample_value": sample_value, "real": real, "label": label}
     tensors |= {"distance": distance, "half_variance": half, "centre": centre, "constant": constant}
     sizes = {"sampled": sample_key.shape[2], "count": count}
-    call("fewkeys_cluster", struct("Clustered")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
+    call("fewkeys_cluster", STRUCTS["Clustered"](**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
     return label, distance, half
 
 
@@ -119,7 +120,7 @@ def halve(
     mean, within = rows.new_empty((*sets, count, dim)), rows.new_empty((*sets, dim, dim))
     tensors = {"rows": rows, "key": key, "real": real, "place": place, "mean": mean, "within": within}
     sizes = {"heads": batch * heads, "rows_each": total, "keys": key.shape[2], "dim": dim, "count": count}
-    call("fewkeys_halve", struct("Halves")(**tensors, **sizes, **steps, scale=scale))
+    call("fewkeys_halve", STRUCTS["Halves"](**tensors, **sizes, **steps, scale=scale))
     return place, mean, within
 
 
@@ -132,7 +133,7 @@ def best(key: Tensor, facts: dict[str, Any], count: int, *, near: float, power: 
     half_variance = facts["half_variance"] if "half_variance" in facts else mean.new_empty(key.shape[:3])
     tensors = {**facts, "index": index, "used": used, "half_variance": half_variance}
     numbers = {"cohorts": mean.shape[2], "count": count, "near": near, "power": power}
-    call("fewkeys_best", struct("Best")(**sized(key), **tensors, **numbers), key.dtype)
+    call("fewkeys_best", STRUCTS["Best"](**sized(key), **tensors, **numbers), key.dtype)
     return index, used, half_variance
 
 
@@ -142,14 +143,14 @@ def tilt(
     """Mass, energy, size, key, value, level and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
     `count` clusters. `facts` and `numbers`: fields of `Tilts`.
     """
-    (key, value), mean = alike(key, value), facts["mean"]
+    mean = facts["mean"]
     mass, energy, size, level = mean.new_empty((4, *mean.shape[:3], count)).unbind()
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
     sums = {"mass": mass, "energy": energy, "size": size, "key_sum": key_sum, "value_sum": value_sum, "level": level}
     tensors = {**facts, **sums, "together": products}
     sizes = {"cohorts": mean.shape[2], "kept": facts["index"].shape[3], "count": count}
-    call("fewkeys_tilt", struct("Tilts")(**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
+    call("fewkeys_tilt", STRUCTS["Tilts"](**sized(key, value), **tensors, **sizes, **numbers), key.dtype)
     return mass, energy, size, key_sum, value_sum, level, products
 
 
@@ -166,7 +167,7 @@ def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: f
         shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
     output = {name: key.new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    args = struct("StandIns")(**tensors, **output, **sizes, rank=rank, steps=steps, **numbers)
+    args = STRUCTS["StandIns"](**tensors, **output, **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", args)
     return output | {"key": key, "value": value}
 
@@ -177,7 +178,7 @@ def code_keys(key: Tensor, sign: Tensor, middle: Tensor, spread: Tensor) -> tupl
     packed = key.new_empty((*key.shape[:2], blocks, wide // 2, 16), dtype=torch.uint8)
     sigma = key.new_empty((*key.shape[:2], blocks * 32), dtype=torch.int16)
     tensors = {"sign": sign, "middle": middle, "spread": spread, "packed": packed, "sigma": sigma}
-    call("fewkeys_code_keys", struct("Coding")(**sized(key), **tensors, wide=wide, blocks=blocks), key.dtype)
+    call("fewkeys_code_keys", STRUCTS["Coding"](**sized(key), **tensors, wide=wide, blocks=blocks), key.dtype)
     return packed, sigma
 
 
@@ -193,7 +194,7 @@ def scan(
     tensors = {"packed": packed, "sigma": sigma, "sign": sign, "seen": seen, "real": real, "query": query}
     sizes = {"heads": batch * heads, "gqa_ratio": heads // packed.shape[1], "queries": queries, "dim": dim}
     sizes |= {"keys": 0 if real is None else real.shape[1], "wide": len(sign), "count": count}
-    return struct("Scan")(**tensors, **sizes)
+    return STRUCTS["Scan"](**tensors, **sizes)
 
 
 def best_codes(

@@ -189,21 +189,15 @@ static inline vec crossed(vec x) {
   return crossed_of<step>(x, std::make_integer_sequence<int, LANES>());
 }
 
-template <int step = LANES / 2>
-static inline float sum_of_lanes(vec x) {
+template <int step = LANES / 2, class Join>
+static inline float over_lanes(vec x, Join join) {
   if constexpr (step == 0)
     return x[0];
   else
-    return sum_of_lanes<step / 2>(x + crossed<step>(x));
+    return over_lanes<step / 2>(join(x, crossed<step>(x)), join);
 }
-
-template <int step = LANES / 2>
-static inline float max_of_lanes(vec x) {
-  if constexpr (step == 0)
-    return x[0];
-  else
-    return max_of_lanes<step / 2>(max(x, crossed<step>(x)));
-}
+static inline float sum_of_lanes(vec x) { return over_lanes(x, [](vec a, vec b) { return a + b; }); }
+static inline float max_of_lanes(vec x) { return over_lanes(x, [](vec a, vec b) { return max(a, b); }); }
 
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {

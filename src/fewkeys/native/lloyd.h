@@ -1,6 +1,8 @@
 // k-means (Lloyd's algorithm) on a sample of the keys of each head, and the cluster of every key
 // (`fewkeys.sketch.clusters`).
 #pragma once
+#include <numeric>
+
 #include "keys.h"
 
 namespace fewkeys {
@@ -45,17 +47,13 @@ class Clustering {
   }
 
  private:
-  struct Ranked {
-    float importance;
-    int place;
-  };
   const Clustered &p;
   const int dim, both, span;
   const int64_t keys;
   const uint8_t *real = nullptr;
   // rows and lanes: the features of the keys, in rows and in lanes, tile after tile.
   Floats scores, rows, lanes, centre, sums, half, mass, importance, weight;
-  aligned_vector<Ranked> order;
+  aligned_vector<int> order;
 
   const float *form(int64_t head) const { return p.form + head * (dim + 1) * dim; }
   const float *shift(int64_t head) const { return p.shift + head * (dim + 1); }
@@ -92,16 +90,16 @@ class Clustering {
 
   // The first centres: a quarter are the most important keys, the others are keys at equal steps of rank.
   void seed() {
-    for (int j = 0; j < p.sampled; j++) order[j] = {importance[j], j};
-    const auto heavier = [](const Ranked &a, const Ranked &b) { return a.importance > b.importance; };
-    const auto counts = [&](const Ranked &key) { return !real || real[key.place]; };
+    std::iota(order.begin(), order.end(), 0);
+    const auto heavier = [&](int a, int b) { return importance[a] > importance[b]; };
+    const auto counts = [&](int key) { return !real || real[key]; };
     const auto end = std::stable_partition(order.begin(), order.end(), counts);
     std::stable_sort(order.begin(), end, heavier);
     const int64_t last = std::max<int64_t>(end - order.begin(), 1) - 1, head = p.count / 4;
     const int64_t reach = std::max<int64_t>(last - head, 0), parts = std::max<int64_t>(p.count - head - 1, 1);
     for (int64_t c = 0; c < p.count; c++) {
       const int64_t rank = c < head ? c : head + (2 * reach * (c - head) + parts) / (2 * parts);
-      const int chosen = order[std::min(rank, last)].place;
+      const int chosen = order[std::min(rank, last)];
       std::copy_n(&rows[chosen * span], span, &centre[c * span]);
     }
   }

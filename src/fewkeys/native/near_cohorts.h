@@ -72,7 +72,7 @@ class CohortAttention {
 
     std::fill(mixed.begin(), mixed.end(), 0.0f);
     for (int i = 0; i < rows; i += SOME)
-      mix(shared.value.data(), around.wide, shared.count, around.wide, &weights.score[i], TILE, &mixed[i * around.wide],
+      mix(shared.value.data(), around.wide, shared.count, around.wide, weights.score.data() + i, TILE, &mixed[i * around.wide],
           around.wide);
     around.keep(tile, mixed.data(), row, rows);
   }
@@ -97,7 +97,7 @@ class CohortAttention {
       const uint32_t head = uint32_t(number) / uint32_t(p.asked), at = number - head * p.asked;
       const T *query = p.query.at<T>(of / p.cohorts * p.asking + head, at);
       if (i < first + TILE)
-        row[queries] = number, place[queries] = at + p.offset, asking[queries++] = query;
+        row[queries] = number, place[queries] = std::min<int64_t>(at + p.offset, INT32_MAX - 1), asking[queries++] = query;
       else
         prefetch(query, p.dim * sizeof(T));
     }
@@ -215,41 +215,28 @@ class BandAttention {
   }
 };
 
-// With many key heads, each thread takes whole heads.
+// With many key heads, each thread takes whole heads. Otherwise all threads share each head, one head after the other in
+// the same memory.
 template <class T>
 static void attend(const Near &p, int threads) {
-  typedef BandAttention<T> Band;
-  typedef CohortAttention<T> Attention;
   const int64_t heads = p.heads / p.cohorts, tiles = divide_up(p.queries, TILE);
-  const int64_t cohort_tiles = tiles * p.cohorts, band_tiles = divide_up(p.asked, TILE) * p.asking;
-  const auto attend_tile = [&](Attention &attention, Surroundings &around, int64_t head, int64_t i) {
-    attention.attend(around, head * p.cohorts + i / tiles, i % tiles * TILE);
-  };
-  const auto attend_band = [&](Band &band, const Surroundings &around, int64_t head, int64_t i) {
-    band.attend(around, head * p.asking + i % p.asking, i / p.asking * TILE);
-  };
-  if (heads >= 4 * threads) {
-    struct Worker {
-      Surroundings around;
-      Attention attention;
-      Band band;
-    };
-    const auto make = [&] { return Worker{Surroundings(p), Attention(p), Band(p)}; };
-    return in_parallel(threads, heads, make, [&](Worker &worker, int64_t head) {
-      worker.around.read(head);
-      for (int64_t i = 0; i < cohort_tiles; i++) attend_tile(worker.attention, worker.around, head, i);
-      for (int64_t i = 0; i < band_tiles; i++) attend_band(worker.band, worker.around, head, i);
-    });
-  }
-  // Otherwise all threads share each head, one head after the other in the same memory.
-  Surroundings around(p);
-  for (int64_t head = 0; head < heads; head++) {
+  const auto attend_head = [&](Surroundings &around, int64_t head, int team) {
     around.read(head);
-    const auto tile = [&](Attention &attention, int64_t i) { attend_tile(attention, around, head, i); };
-    const auto band_tile = [&](Band &band, int64_t i) { attend_band(band, around, head, i); };
-    in_parallel(threads, cohort_tiles, [&] { return Attention(p); }, tile, 4);
-    in_parallel(threads, band_tiles, [&] { return Band(p); }, band_tile, 4);
-  }
+    const auto attend_tile = [&](CohortAttention<T> &attention, int64_t i) {
+      attention.attend(around, head * p.cohorts + i / tiles, i % tiles * TILE);
+    };
+    const auto attend_band = [&](BandAttention<T> &band, int64_t i) {
+      band.attend(around, head * p.asking + i % p.asking, i / p.asking * TILE);
+    };
+    in_parallel(team, tiles * p.cohorts, [&] { return CohortAttention<T>(p); }, attend_tile, 4);
+    in_parallel(team, divide_up(p.asked, TILE) * p.asking, [&] { return BandAttention<T>(p); }, attend_band, 4);
+  };
+  const auto new_surroundings = [&] { return Surroundings(p); };
+  if (heads >= 4 * threads)
+    return in_parallel(threads, heads, new_surroundings,
+                       [&](Surroundings &around, int64_t head) { attend_head(around, head, 1); });
+  Surroundings around(p);
+  for (int64_t head = 0; head < heads; head++) attend_head(around, head, threads);
 }
 
 }  // namespace fewkeys

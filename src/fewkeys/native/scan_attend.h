@@ -66,13 +66,13 @@ class ScanAttention {
       const T *from = tile.row<T>(p.of, head, i);
       for (int64_t d = 0; d < dim; d++) asked[q * dim + d] = to_float(from[d]) * p.scale;
       kept[q] = best[i].finish();
-      std::copy_n(best[i].places(), kept[q], &place[q * p.of.count]);
+      std::copy_n(best[i].places(), kept[q], place.data() + q * p.of.count);
     }
   }
 
   // Attends to the chosen keys of query q that lie before `stop` and were not attended to yet.
   void take(int64_t q, int64_t stop) {
-    const int32_t *at = &place[q * p.of.count + next[q]], left = kept[q] - next[q];
+    const int32_t *at = place.data() + q * p.of.count + next[q], left = kept[q] - next[q];
     int64_t count = 0;
     while (count < left && at[count] < stop) count++;
     if (!count) return;
@@ -137,7 +137,7 @@ class ScanAttention {
     hide(tile, head, last, asking.seen);
     for (int i = 0; i < rows; i++) {
       float highest = tile.top[i / LANES][i % LANES];
-      weigh_means(i, &place[(q + i) * scan.count], kept[q + i], edges, highest);
+      weigh_means(i, place.data() + (q + i) * scan.count, kept[q + i], edges, highest);
       raise(q + i, highest);
     }
     for (int w = 0; w < WIDE; w++) tile.top[w] = load(&top[q + w * LANES]), tile.sum[w] = load(&sum[q + w * LANES]);
@@ -145,9 +145,11 @@ class ScanAttention {
     tile.weigh(score.data(), near + p.means);
     for (int i = 0; near + p.means && i < rows; i += SOME)
       mix(value.data(), wide, near + p.means, wide, &score[i], TILE, &mixed[(q + i) * wide], wide);
-    tile.write(&mixed[q * wide], wide, rows, p.value_dim, [&](int i) {
-      return (T *)p.out.at<T>(head * scan.gqa_ratio + asking.head(i), asking.query(i));
-    });
+    for (int i = 0; i < rows; i++) {
+      const float all = tile.sum[i / LANES][i % LANES], inverse = all == 0.0f ? 0.0f : 1.0f / all;
+      T *to = (T *)p.out.at<T>(head * scan.gqa_ratio + asking.head(i), asking.query(i));
+      for (int64_t d = 0; d < p.value_dim; d++) round_to(mixed[(q + i) * wide + d] * inverse, to[d]);
+    }
   }
 
   // Copies the keys first .. stop - 1 and their values, as float.

@@ -49,6 +49,21 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
+// How `run` ends.
+template <class Run>
+static Outcome outcome_of(Run run) noexcept {
+  try {
+    run();
+  } catch (Failure failure) {
+    return failure.outcome;
+  } catch (const std::bad_alloc &) {
+    return OUT_OF_MEMORY;
+  } catch (...) {
+    return FAILED;
+  }
+  return DONE;
+}
+
 class Team {
  public:
   // Throws if a thread has failed.
@@ -58,16 +73,8 @@ class Team {
 
   // Runs `work`; called on every thread of the team.
   template <class Run>
-  void run(Run work) noexcept {
-    try {
-      work();
-    } catch (Failure failure) {
-      outcome = failure.outcome;
-    } catch (const std::bad_alloc &) {
-      outcome = OUT_OF_MEMORY;
-    } catch (...) {
-      outcome = FAILED;
-    }
+  void run(Run work) {
+    if (const Outcome ended = outcome_of(work)) outcome = ended;
   }
 
  private:
@@ -199,21 +206,6 @@ static void in_phases(int threads, int64_t heads, bool small, NewWorker new_work
                 [&](auto &worker, int64_t i) { std::invoke(phase.run, worker, i / phase.pieces, i % phase.pieces); });
   };
   (share(phases), ...);
-}
-
-// The return code of a kernel.
-template <class Run>
-static int outcome_of(Run run) noexcept {
-  try {
-    run();
-  } catch (Failure failure) {
-    return failure.outcome;
-  } catch (const std::bad_alloc &) {
-    return OUT_OF_MEMORY;
-  } catch (...) {
-    return FAILED;
-  }
-  return DONE;
 }
 
 }  // namespace fewkeys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -104,25 +103,6 @@ class KernelArgs(ctypes.Structure):
         return tensor.contiguous()
 
 
-@lru_cache
-def struct(name: str) -> type[KernelArgs]:
-    """The struct that `problems.h` declares under this name."""
-    text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
-    declared_fields = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
-    if declared_fields is None:
-        raise ValueError(f"problems.h: expected a struct {name}, got none")
-    fields: list[tuple[str, Any]] = []
-    kinds, written = {}, set()
-    for const, kind, declared in re.findall(r"(const )?(\w+) ([^;]+);", declared_fields[1]):
-        for field in declared.split(","):
-            pointer, field_name = field.strip().startswith("*"), field.strip(" *\n")
-            kinds[field_name] = kind
-            if pointer and not const:
-                written.add(field_name)
-            fields.append((field_name, ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds, "written": written})
-
-
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}
 _POINTED = {
     "float": (torch.float32,),
@@ -135,6 +115,27 @@ _POINTED = {
 """Dtypes of tensors, by the type of the pointer."""
 
 
+def _declared() -> dict[str, type[KernelArgs]]:
+    """The structs of `problems.h` by name. A struct stands below those that it holds."""
+    text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
+    structs: dict[str, type[KernelArgs]] = {}
+    for name, body in re.findall(r"^struct (?!Rows )(\w+) \{(.*?)^\};", text, re.DOTALL | re.MULTILINE):
+        fields: list[tuple[str, Any]] = []
+        kinds, written = {}, set()
+        for const, kind, declared in re.findall(r"(const )?(\w+) ([^;]+);", body):
+            for field in declared.split(","):
+                pointer, field_name = field.strip().startswith("*"), field.strip(" *\n")
+                kinds[field_name] = kind
+                if pointer and not const:
+                    written.add(field_name)
+                fields.append((field_name, ctypes.c_void_p if pointer else _KINDS.get(kind) or structs[kind]))
+        structs[name] = type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds, "written": written})
+    return structs
+
+
+STRUCTS = _declared()
+
+
 def sized(key: Tensor, value: Tensor | None = None) -> dict[str, Any]:
     """Keys (B, H, N, D), values (B, H, N, Dv) and their sizes, by their names in the structs."""
     fields = {"key": key, "heads": key.shape[0] * key.shape[1], "keys": key.shape[2], "dim": key.shape[3]}
@@ -144,9 +145,3 @@ def sized(key: Tensor, value: Tensor | None = None) -> dict[str, Any]:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor in a layout that `Rows` can describe."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in one dtype: float32 if theirs differ."""
-    same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
-    return tensors if same else tuple(tensor.float() for tensor in tensors)

@@ -52,17 +52,6 @@ struct Tile {
       sum[w] = mass;
     }
   }
-
-  // Writes `mixed` (rows, wide), divided by the sums, to `row(i)` for each query i.
-  template <class Row>
-  void write(const float *mixed, int64_t wide, int rows, int64_t dim, Row row) const {
-    float inverse[TILE];
-    for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? broadcast(0.0f) : 1.0f / sum[w]);
-    for (int i = 0; i < rows; i++) {
-      auto *to = row(i);
-      for (int64_t d = 0; d < dim; d++) round_to(mixed[i * wide + d] * inverse[i], to[d]);
-    }
-  }
 };
 
 }  // namespace fewkeys

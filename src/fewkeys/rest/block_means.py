@@ -15,7 +15,6 @@ from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
 from fewkeys.rest.base import CountedRest, RangeStandIns
 from fewkeys.select.base import Selector
-from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
 
@@ -44,8 +43,6 @@ class BlockMeans(CountedRest):
             raise ValueError(f"keep: BlockMeans stands for what KeyScan(count) alone does not choose, got {keep}")
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
-        if not isinstance(graph.scan, Scanned):
-            raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
         valid = inputs.valid
         reals = None if valid is None else _sums(valid[:, None, :, None].float())[:, 0, :, 0]
         return self.of_totals(inputs, _sums(inputs.key, inputs.value), reals)

@@ -6,7 +6,7 @@ keys in order, under the causal mask: a budget of all keys is exact attention. C
 besides the lists does not grow with n.
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,35 +22,32 @@ CAUSAL_BLOCK = 32
 """Tokens of a block."""
 
 
-class OnlineScore(ABC):
-    """Scores of keys that arrive block by block."""
+def running_top(
+    inputs: Inputs,
+    count: int,
+    score: Callable[[Tensor, Tensor], Tensor],
+    offer: Callable[[Tensor, Tensor], None] = lambda key, real: None,
+) -> Graph:
+    """Every block of queries keeps the `count` best of the keys before it.
 
-    @abstractmethod
-    def offer(self, key: Tensor, real: Tensor) -> Tensor:
-        """Include keys (B, Hkv, M, D), those `real` (B, M). A number (B, Hkv, M) is stored with each."""
-
-    def score(self, key: Tensor, number: Tensor) -> Tensor:
-        """The present scores (B, Hkv, M) of keys that were offered, and their `number`."""
-        return number
-
-
-def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
-    """Every block of queries keeps the `count` best of the keys before it."""
+    `score(key, index)`: the present scores (B, Hkv, M) of keys (B, Hkv, M, D) at places `index` (B, Hkv, M).
+    `offer(key, real)`: called for each block of keys (B, Hkv, M, D), of which those `real` (B, M) count, in order.
+    """
     x, keys, count = inputs, working(inputs.key.detach()), min(count, inputs.keys)
-    number = keys.new_zeros((x.batch, x.kv_heads, 0))
     valid = keys.new_ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
-    index, used, lists, start = number.long(), number.bool(), [], 0
+    index = torch.zeros((x.batch, x.kv_heads, 0), dtype=torch.long, device=keys.device)
+    used, lists, start = index.bool(), list[tuple[Tensor, Tensor]](), 0
     for block in range((x.offset + x.queries - 1) // CAUSAL_BLOCK + 1):
         complete = min(block * CAUSAL_BLOCK, x.keys)
         if start < complete:
             new = torch.arange(start, complete, device=keys.device).expand(x.batch, x.kv_heads, -1)
             real = valid[:, start:complete]
-            offered = new, real[:, None].expand_as(new), score.offer(keys[:, :, start:complete], real)
-            index, used, number = (torch.cat(pair, -1) for pair in zip((index, used, number), offered, strict=True))
+            offer(keys[:, :, start:complete], real)
+            index, used = torch.cat([index, new], -1), torch.cat([used, real[:, None].expand_as(new)], -1)
             if index.shape[-1] > count:
-                present = score.score(keys.take_along_dim(index.unsqueeze(-1), 2), number)
+                present = score(keys.take_along_dim(index.unsqueeze(-1), 2), index)
                 place, _ = top_places(present.masked_fill(~used, -torch.inf), count)
-                index, used, number = (part.gather(-1, place) for part in (index, used, number))
+                index, used = index.gather(-1, place), used.gather(-1, place)
             start = complete
         if block >= x.offset // CAUSAL_BLOCK:
             lists.append(_filled(x, index, used, complete, count))

@@ -12,7 +12,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_drawn_once
 from fewkeys.core.work import PER_SORTED, Work
 from fewkeys.select.base import CountedSelector, Sharded
-from fewkeys.select.causal import OnlineScore, running_top
+from fewkeys.select.causal import running_top
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class _Control(CountedSelector, ABC):
 
     def select(self, inputs: Inputs) -> Graph:
         if inputs.is_causal:
-            return running_top(inputs, _Given(self.score(inputs)), self.count)
+            scores = self.score(inputs)
+            return running_top(inputs, self.count, lambda key, index: scores.gather(-1, index))
         return self.sharded.graph(inputs)
 
 
@@ -56,17 +57,6 @@ class RandomKeys(_Control):
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), PER_SORTED)
-
-
-class _Given(OnlineScore):
-    """Scores (B, Hkv, Nk) that are known before."""
-
-    def __init__(self, score: Tensor) -> None:
-        self.score_of_rest = score
-
-    def offer(self, key: Tensor, real: Tensor) -> Tensor:
-        offered, self.score_of_rest = self.score_of_rest.tensor_split([key.shape[2]], -1)
-        return offered
 
 
 def generator_of(inputs: Inputs) -> torch.Generator:

@@ -8,10 +8,10 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.validation import check_count, check_finite, check_real
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
 from fewkeys.select.base import Selector, Sharded
-from fewkeys.select.causal import OnlineScore, running_top
+from fewkeys.select.causal import running_top
 from fewkeys.sketch.gram import gram64, root64, score_rows
 from fewkeys.sketch.leverage import ROUNDING, leverage_bounds, quick_scores
 from fewkeys.sketch.sample import centre
@@ -59,8 +59,8 @@ class Leverage(Selector):
 
     def select(self, inputs: Inputs) -> Graph:
         if inputs.is_causal and self.count is not None:
-            return running_top(inputs, _RunningLeverage(working(inputs.key.detach()), self.centre), self.count)
-        check_finite(key=inputs.key)
+            running = _RunningLeverage(working(inputs.key.detach()), self.centre)
+            return running_top(inputs, self.count, running.score, running.offer)
         return self.sharded.graph(inputs)
 
     def covers(self, inputs: Inputs) -> bool:
@@ -82,20 +82,19 @@ def check_limits(name: str, count: int | None, eps: float | None) -> None:
         check_real(f"{name} eps", eps, above=0.0, below=1.0)
 
 
-class _RunningLeverage(OnlineScore):
+class _RunningLeverage:
     """By the Gram matrix of all keys so far, float64: squares of the largest float32 are finite."""
 
     def __init__(self, key: Tensor, centre: bool) -> None:
         self.gram = self.total = self.count = key.new_zeros((), dtype=torch.float64)
         self.centre = centre
 
-    def offer(self, key: Tensor, real: Tensor) -> Tensor:
+    def offer(self, key: Tensor, real: Tensor) -> None:
         self.gram = self.gram + gram64(key)
         self.total = self.total + key.sum(-2, keepdim=True, dtype=torch.float64)
         self.count = self.count + real.sum(-1)[:, None, None, None]
-        return key.new_zeros(key.shape[:3])
 
-    def score(self, key: Tensor, number: Tensor) -> Tensor:
+    def score(self, key: Tensor, index: Tensor) -> Tensor:
         rows, gram = key.double(), self.gram
         if self.centre:
             mean = self.total / self.count.clamp_min(1)

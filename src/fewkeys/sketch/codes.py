@@ -142,20 +142,15 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     for start in range(0, queries, step):
         part = slice(start, start + step)
         most = int(seen[part][-1])
-        score = scores(query[:, :, part], level[:, :, :most], codes.sigma[:, :, :most])
+        rows = query[:, :, part].unflatten(1, (level.shape[1], -1)).float()
+        total = rows.flatten(2, 3) @ level[:, :, :most].mT * (1024 / query.shape[3])
+        score = total.round().int() * codes.sigma[:, :, None, :most] + 2**14 >> 15
+        score = score.unflatten(2, rows.shape[2:4]).flatten(1, 2)
         hidden = (torch.arange(most, device=query.device) >= seen[part, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
         index.append(largest(score.masked_fill(hidden, NONE), min(count, keys)).int())
     return torch.cat(index, 2)
-
-
-def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
-    """(B, Hq, Nq, N), int32, for `rounded` queries and keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
-    by_head = query.unflatten(1, (level.shape[1], -1))
-    total = by_head.float().flatten(2, 3) @ level.mT
-    score: Tensor = (total * (1024 / query.shape[3])).round().int() * sigma[:, :, None] + 2**14 >> 15
-    return score.view(*query.shape[:3], level.shape[2])
 
 
 def largest(score: Tensor, count: int) -> Tensor:

@@ -14,20 +14,25 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed
 from fewkeys.rest.base import BlockStandIns, StandIns
-from fewkeys.select.key_scan import Scanned
 
 __all__ = ["attend", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
     """Why `attend` cannot answer, to follow "impl='native':"; None where it can. Reads no data."""
-    x = problem.inputs
+    x, graph = problem.inputs, problem.graph
     if x.bias is not None:
         return "expected no distance_bias, got one"
-    if (reason := _form(problem)) is not None:
+    if not isinstance(problem.weights, Softmax):
+        return f"expected Softmax() weights, got {problem.weights}"
+    if graph.scan is not None and (reason := by_scan.form(problem)) is not None:
         return reason
-    scan = problem.graph.scan
-    rounded = isinstance(scan, Scanned) and scan.scale is not None  # int8 keys and values, with scales
+    if graph.rows is not None or graph.extra is not None:
+        return "expected a band and lists that queries share, got a list of keys for every query, or extra edges"
+    columns = None if problem.by_cohort else graph.columns
+    if isinstance(problem.stand_ins, BlockStandIns) or (columns is not None and columns.blocks > 1):
+        return "expected a band and lists that all queries or cohorts share, got lists by blocks"
+    rounded = graph.scan is not None and graph.scan.scale is not None  # int8 keys and values, with scales
     dtypes = dict.fromkeys(rows.dtype for rows in ((x.query,) if rounded else (x.query, x.key, x.value)))
     if len(dtypes) > 1 or x.query.dtype not in DTYPES:
         return f"expected float32 or bfloat16, got {' and '.join(map(str, dtypes))}"
@@ -38,7 +43,7 @@ def unsupported(problem: Problem) -> str | None:
     # The sums of ranges, which are float64, do not count: kernels read means.
     s = vars(problem.stand_ins) if isinstance(problem.stand_ins, StandIns) else {}
     if not placed(x.query, x.key, x.value, *(part for part in s.values() if isinstance(part, Tensor))):
-        return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
+        return "expected plain tensors that neither torch.func nor forward derivatives follow, got others"
     return None
 
 
@@ -63,20 +68,3 @@ def attend(problem: Problem) -> Tensor:
 
     output: Tensor = recomputed(lambda *_: forward.attend(problem), computed, *followed.values())
     return output
-
-
-def _form(problem: Problem) -> str | None:
-    """Why there is no kernel of this form, None where there is."""
-    graph = problem.graph
-    if not isinstance(problem.weights, Softmax):
-        return f"expected Softmax() weights, got {problem.weights}"
-    if graph.scan is not None:
-        return by_scan.form(problem)
-    if graph.rows is not None:
-        return "expected a band and lists that queries share, got a list of keys for every query"
-    if graph.extra is not None:
-        return "expected a band and lists that queries share, got extra edges"
-    columns = None if problem.by_cohort else graph.columns
-    if isinstance(problem.stand_ins, BlockStandIns) or (columns is not None and columns.blocks > 1):
-        return "expected a band and lists that all queries or cohorts share, got lists by blocks"
-    return None

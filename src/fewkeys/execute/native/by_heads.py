@@ -37,6 +37,7 @@ def attend(inputs: Inputs, plan: Plan) -> Tensor:
         _, (query, key, value) = kernels.largest_and_rows(part.query, part.key, part.value, by_head=True)
         part = replace(part, query=query, key=key, value=value)
         out.copy_(recorded.attend(part, plan, out))
+        del part, query, key, value  # the next part takes their memory
     return output
 
 

@@ -1,7 +1,5 @@
 """Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -10,9 +8,8 @@ from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_scan
 from fewkeys.native.build import call
 from fewkeys.native.kernels import LARGEST_CODED, scan
-from fewkeys.native.tensors import Rows, dense, struct
+from fewkeys.native.tensors import STRUCTS, Rows, dense
 from fewkeys.rest.base import RangeStandIns
-from fewkeys.select.key_scan import Scanned
 
 SMALL = 1024.0
 """The largest magnitude in tokens that a kernel stores. With usual scales, such numbers need no rescaling."""
@@ -29,15 +26,6 @@ def form(problem: Problem) -> str | None:
     return None
 
 
-def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv); the chosen keys are those of the reference.
-
-    Cost O(n slots (D + Dv)) beside the scan; nothing but the output is stored.
-    """
-    x = problem.inputs
-    return ScanCall(problem).attend(x.query, x.keys, x.offset)
-
-
 class ScanCall:
     """The kernel's arguments for a problem, and the tensors that they point to.
 
@@ -46,13 +34,13 @@ class ScanCall:
     """
 
     def __init__(self, problem: Problem) -> None:
-        x, s, scanned = problem.inputs, problem.stand_ins, cast("Scanned", problem.graph.scan)
+        x, s, scanned = problem.inputs, problem.stand_ins, problem.graph.scan
         codes = scanned.codes
         means: dict[str, Tensor | int | None] = {"steps": 1}
         if isinstance(s, RangeStandIns):
             means = {"steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
             means |= {"total": s.totals, "size": s.reals, "edges": s.edges}
-        self._args = struct("ScanAttend")(
+        self._args = STRUCTS["ScanAttend"](
             of=scan(codes.packed, codes.sigma, x.query, scanned.sign, scanned.seen, x.valid, scanned.most),
             **means,
             key=x.key,

@@ -7,7 +7,7 @@ from torch import Tensor
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import sized, struct
+from fewkeys.native.tensors import STRUCTS, sized
 from fewkeys.rest.base import StandIns
 
 
@@ -18,7 +18,7 @@ def attend(problem: Problem) -> Tensor:
     """
     x, graph, s = problem.inputs, problem.graph, cast("StandIns | None", problem.stand_ins)
     if graph.scan is not None:
-        return by_scan.attend(problem)
+        return by_scan.ScanCall(problem).attend(x.query, x.keys, x.offset)
     columns = graph.columns
     # Kernels of cohorts do not write padded queries.
     make = x.value.new_zeros if problem.by_cohort and x.valid_queries is not None else x.value.new_empty
@@ -33,7 +33,7 @@ def attend(problem: Problem) -> Tensor:
     reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
-    args = struct("Near")(
+    args = STRUCTS["Near"](
         **sized(x.key, x.value) | sizes,
         **tensors,
         query=x.query,

@@ -24,7 +24,8 @@ from fewkeys.sketch.codes import BLOCK
 def only_scan(graph: Graph) -> Scanned | None:
     """The scan of a graph that holds no other edges, else None."""
     is_alone = all(other is None for other in (graph.band, graph.columns, graph.rows, graph.extra))
-    return graph.scan if isinstance(graph.scan, Scanned) and is_alone else None
+    scan: Scanned | None = graph.scan if is_alone else None
+    return scan
 
 
 def attend(problem: Problem, scanned: Scanned) -> Tensor:

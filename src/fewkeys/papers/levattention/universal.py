@@ -14,7 +14,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.totals import Totals
-from fewkeys.core.validation import check_finite, check_real
+from fewkeys.core.validation import check_real
 from fewkeys.core.work import Work
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.keys import of_shard
@@ -118,7 +118,6 @@ class Sensitivity(Selector):
         return sensitivity_bounds(working(inputs.key.detach()), self.power, inputs.whole.totals)
 
     def select(self, inputs: Inputs) -> Graph:
-        check_finite(key=inputs.key)
         return self.sharded.graph(inputs)
 
     def covers(self, inputs: Inputs) -> bool:

@@ -1,1 +1,0 @@
-"""The past of causal plans in memory of a fixed size."""
