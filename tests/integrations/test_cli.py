@@ -111,6 +111,8 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     assert report.is_causal == (kind == "decoder")
     assert report.settings["text"] == ["words.txt"]
     assert report.settings["budgets"] == [4, 8]
+    assert len(report.sample.tokens) == 32
+    assert all(isinstance(token, str) for token in report.sample.tokens)
     assert {row.budget for row in report.rows if row.name == "fewkeys budget"} == {4, 8}
     assert report.row("exact").cosine == pytest.approx(1.0, abs=1e-5)
     assert report.row("random keys", 4).token_cosine < 1.0

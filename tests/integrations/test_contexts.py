@@ -104,6 +104,24 @@ sys.exit(len(done) != 4)
     assert result.returncode == 0, result.stderr
 
 
+def test_a_new_thread_does_not_inherit_the_plan_of_one_that_has_ended():
+    """The system gives the number of a thread that has ended to a later one."""
+    model, ended = bert(), []
+    for plan in (fk.Plan(fk.Window(1)), WINDOW):
+        thread = threading.Thread(target=lambda plan=plan: ended.append(apply(model, plan)))
+        thread.start()
+        thread.join()
+    want = run(model, **inputs())
+    seen = []
+    for _ in range(4):
+        thread = threading.Thread(target=lambda: seen.append(run(model, **inputs())))
+        thread.start()
+        thread.join()
+    assert all(torch.equal(output, want) for output in seen)
+    for applied in ended:
+        applied.restore()
+
+
 def test_a_call_may_begin_while_another_thread_applies_a_plan():
     """Torch knows of a hook before it knows that the hook takes keywords."""
     model = llama()

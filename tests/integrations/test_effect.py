@@ -34,6 +34,13 @@ def batches():
     return [{"input_ids": ids[:2], "attention_mask": mask[:2]}, ids[2:]]
 
 
+def test_a_sequence_of_padding_has_no_cosine(model, batches):
+    plans = {"exact": fk.Plan()}
+    padding = {name: torch.cat([rows, torch.zeros_like(rows[:1])]) for name, rows in batches[0].items()}
+    (exact,) = compare(capture(model, [padding]), plans, model=model, batches=[padding]).rows
+    assert (exact.cosine, exact.cosine_min, exact.token_cosine) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
+
+
 def test_cosines_are_those_of_pooled_and_single_states(model, batches):
     plans = {"exact": fk.Plan(), "window": fk.Plan(fk.Window(3))}
     base = model.base_model

@@ -47,6 +47,10 @@ def test_a_plan_knows_its_model():
         model.encoder.layer[1].attention.self.query.weight.mul_(1.1)
     with pytest.warns(UserWarning, match=r"^plan: tuned on owner/model, and this model's attention has other weights"):
         fk.apply(model, tuned).restore()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fk.apply(model, tuned).restore()
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 class Letters:

@@ -98,6 +98,16 @@ def states_of(model, inputs):
     return model(**inputs, output_hidden_states=True).hidden_states
 
 
+def test_a_capture_by_given_weights_keeps_windows(model):
+    """Later layers are captured from the states that windows give."""
+    if all(windows(model)):
+        return
+    want = next(fk.capture(model, [tokens()]).calls(0))
+    actual = next(fk.capture(model, [tokens()], weights=fk.weights.Softmax()).calls(0))
+    close(actual.query, want.query)
+    close(actual.value, want.value)
+
+
 def test_capture_compare_tune_and_spot_check_see_the_other_layers(model):
     if all(windows(model)):
         with pytest.raises(ValueError, match="layers without a sliding window"):

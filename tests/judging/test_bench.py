@@ -19,14 +19,14 @@ ROW = Timing("few", 4096, 2, 8.0, 1, 1, 1, None, "plan")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_are_what_they_say(is_causal, backward):
-    taken = captured(heads=2, kv_heads=2, causal=is_causal)
+    taken = captured(heads=6, kv_heads=3, causal=is_causal)
     plans = {"window": PLANS["window"]} if is_causal else PLANS
     steps = []
     rows = bench(
         captured_inputs(taken, **CPU),
         plans,
         [40, 64],
-        heads=2,
+        heads=3,
         real=True,
         is_causal=is_causal,
         backward=backward,
@@ -38,7 +38,7 @@ def test_rows_are_what_they_say(is_causal, backward):
         if row.name == "exact":
             assert (row.ratio, row.error) == (1.0, 0.0)
             continue
-        query, key, value, scale = captured_inputs(taken, **CPU)(row.length, 2)
+        query, key, value, scale = captured_inputs(taken, **CPU)(row.length, 3)
         options = {"is_causal": is_causal, "scale": scale}
         few = fk.attention(query, key, value, plan=plans[row.name].never_exact(), **options)
         assert row.error == pytest.approx(fk.metrics.output_error(few, fk.attention(query, key, value, **options)))

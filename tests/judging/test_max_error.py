@@ -1,6 +1,8 @@
 """`max_error`: a head whose plan is good keeps it, any other is answered exactly, and the counts say which."""
 
 import math
+import sys
+import threading
 
 import pytest
 import torch
@@ -338,3 +340,23 @@ def test_a_refused_limit_leaves_the_model_alone():
         with pytest.raises((ValueError, TypeError), match=r"^max_error: expected"):
             fk.apply(model, WINDOW, max_error=bad)
     assert torch.equal(run(model, input_ids=tokens()), before)
+
+
+def test_threads_that_share_a_guard_lose_no_count():
+    guard, together, interval = Guard(1e9, queries=9), threading.Barrier(2), sys.getswitchinterval()
+
+    def calls():
+        together.wait()
+        for _ in range(4000):
+            guard.count_call()
+
+    threads = [threading.Thread(target=calls) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert guard.fallbacks.calls == 8000

@@ -456,6 +456,29 @@ def test_the_rows_of_every_head_side_by_side(dtype):
     assert all(part.requires_grad for part in kernels.largest_and_rows(*rows, by_head=True)[1])
 
 
+def test_memory_of_copies_is_taken_again_where_no_tensor_uses_it():
+    rows = [torch.randn(1, 90, 2, 16).transpose(1, 2) for _ in range(3)]
+
+    def copies():
+        return kernels.largest_and_rows(*rows, by_head=True)[1]
+
+    first = copies()
+    view, place = first[2][:, 1:], first[0].data_ptr()
+    del first
+    assert copies()[0].data_ptr() != place
+    assert torch.equal(view, rows[2][:, 1:])
+    place = copies()[0].data_ptr()
+    assert copies()[0].data_ptr() == place
+
+
+@pytest.mark.parametrize("offset", [2**31 - 3, 2**31, 2**33])
+def test_positions_beyond_32_bits(offset):
+    tensors, plan = SHAPES["plain"].draw(dtype=torch.float32), fk.Plan(fk.Sinks(4) | fk.Window(3))
+    options = {"plan": plan, "is_causal": True, "query_offset": offset}
+    actual, want = (fk.attention(*tensors, impl=impl, **options) for impl in ("native", "torch"))
+    torch.testing.assert_close(actual, want, **CLOSE[torch.float32])
+
+
 def test_whole_plans_with_and_without():
     q, k, v = (torch.randn(2, 4, 600, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     for plan in (fk.budget(64), fk.budget(64, is_causal=True)):

@@ -84,8 +84,11 @@ def test_a_misspelt_option_is_named(words, near, capsys):
     assert f"; did you mean {near}?" in capsys.readouterr().err
 
 
-def test_an_option_that_is_like_no_other_is_not_guessed(capsys):
-    assert main(["embed", "--versoin"]) == 2
+@pytest.mark.parametrize(
+    "words", [["embed", "--versoin"], ["compare", "--demo", "--seq", "3", "--slots", "x"]], ids=["alone", "abbreviated"]
+)
+def test_an_option_that_is_not_misspelt_is_not_guessed(words, capsys):
+    assert main(words) == 2
     assert "did you mean" not in capsys.readouterr().err
 
 

@@ -72,9 +72,10 @@ class _Recomputed(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @full_precision()  # the call had the dtype of autocast, which may be on here
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         # Inputs may depend on each other: each copy gets its own part of the gradient alone.
-        with torch.enable_grad(), full_precision():  # the call had the dtype of autocast, which may be on here
+        with torch.enable_grad():
             copies = [rows.view_as(rows) for rows in ctx.saved_tensors]
             pairs = zip(ctx.by_torch(*copies), gradients, strict=True)
         flowing = [(output, gradient) for output, gradient in pairs if output is not None and gradient is not None]

@@ -13,6 +13,7 @@ from fewkeys.core.derivatives import are_transformed, gradients_of
 from fewkeys.core.extent import FINITE, rescaled
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
@@ -100,6 +101,7 @@ class _Fused(torch.autograd.Function):
         return output.detach()
 
     @staticmethod
+    @full_precision()
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return (None, *gradients_of(ctx.leaves, [(ctx.output, gradient)]))
