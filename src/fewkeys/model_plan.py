@@ -65,7 +65,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     def __str__(self) -> str:
         distinct = len({plan for plans in self.layers for plan in plans})
-        return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
+        heads = f" of {len(self.layers[0])} heads" if len(self.layers[0]) > 1 else ""
+        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
+        return f"{distinct} plan{'s' * (distinct > 1)} over {layers}{heads}"
 
     def never_exact(self) -> ModelPlan:
         """The same plans, which also run where exact attention is faster."""

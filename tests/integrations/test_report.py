@@ -135,6 +135,15 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
         Report.load(path)
 
 
+def test_rows_without_a_budget_are_under_no_heading_of_slots(capsys):
+    print_table(report([row("tuned", 16), row("exact", None, "exact")]))
+    lines = capsys.readouterr().out.splitlines()
+    exact, heading, tuned = (
+        next(i for i, line in enumerate(lines) if word in line) for word in ("  exact", "16 slots", "tuned")
+    )
+    assert exact < heading < tuned
+
+
 def test_rows_are_found_by_name_and_budget():
     result = report([row(budget=16), row(budget=32), row("exact", None, "exact")])
     assert result.row("window", 32) is result.rows[1]

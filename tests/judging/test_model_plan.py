@@ -150,3 +150,8 @@ def test_a_description_with_an_unknown_field_is_refused():
     """Such as a damaged "checksum": without one, the plans could be anybody's."""
     with pytest.raises(ValueError, match=r"^model plan: .*unknown fields \['checksun'\]"):
         ModelPlan.from_dict({**ModelPlan.of({0: fk.budget(8)}).to_dict(), "checksun": "9dae"})
+
+
+def test_one_plan_a_layer_is_not_one_of_one_head():
+    assert str(fk.ModelPlan.of({0: fk.budget(16), 1: fk.budget(16)})) == "1 plan over 2 layers"
+    assert str(fk.ModelPlan.of({0: [fk.budget(16), fk.Plan()]})) == "2 plans over 1 layer of 2 heads"

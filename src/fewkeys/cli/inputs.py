@@ -83,6 +83,7 @@ def open_model(arguments: argparse.Namespace, step: Step, tokens: int | None = N
         batches = text.batches(texts, tokenizer, sequences=sequences, length=length, longest=longest)
     count = sum(map(len, batches))
     if count < sequences:
+        step(0, 0, "")  # clears the line of progress
         note = f"the text holds {count} of {sequences} sequences of {length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
     model.config.name_or_path = printable(name)

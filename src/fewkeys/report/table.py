@@ -47,8 +47,8 @@ def print_table(report: Report, width: int | None = None) -> None:
 
 
 def sorted_rows(report: Report) -> list[Row]:
-    """The rows, those of each budget together."""
-    budgets = list(dict.fromkeys(row.budget for row in report.rows))
+    """The rows, those of each budget together; first those without one, which have no heading."""
+    budgets = [None, *dict.fromkeys(row.budget for row in report.rows)]
     return sorted(report.rows, key=lambda row: budgets.index(row.budget))
 
 
