@@ -19,7 +19,7 @@ from fewkeys.core.derivatives import in_backward
 
 ATTRIBUTE = "_fewkeys"
 LOCK = threading.RLock()
-"""Whoever changes which plans a model has holds it. Calls of the model read without it what is replaced as a whole."""
+"""Held while the plans of a model change, not by its calls. Finalizers of caches may take it again in one thread."""
 
 
 class Length(int):

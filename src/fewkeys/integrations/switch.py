@@ -4,7 +4,7 @@ A call that runs meanwhile in another thread stays correct: a mask that the mode
 attention, and SDPA reads ours (`masks.KeyMask`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,15 +17,12 @@ NAME = "fewkeys"
 """The name of the attention function in transformers' registries."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SwitchedConfig:
-    """A configuration's own implementation, and the scopes that need the switch (None: a cache).
-
-    It is replaced and never changed: calls in other threads read it without a lock.
-    """
+    """A configuration's own implementation, and the scopes that need the switch (None: a cache)."""
 
     implementation: str | None
-    holders: tuple[Scope | None, ...]
+    holders: list[Scope | None] = field(default_factory=list)
 
 
 switched = WeakIdKeyDictionary()
@@ -52,31 +49,29 @@ def configs_of(model: nn.Module) -> list[Any]:
 def hold(configs: list[Any], holder: Scope | None) -> None:
     """Keep these configurations switched until as many calls of `release`. The caller has the `LOCK`."""
     for config in configs:
-        implementation, holders = config._attn_implementation, (holder,)
-        if (entry := switched.get(config)) is not None:
-            holders = (*entry.holders, holder)
-            implementation = entry.implementation if implementation == NAME else implementation  # set since
-        switched[config] = SwitchedConfig(implementation, holders)
-        config._attn_implementation = {"": NAME}  # of this one, not of nested ones
+        entry = switched.setdefault(config, SwitchedConfig(config._attn_implementation))
+        if config._attn_implementation != NAME:  # new, or set to another one since
+            entry.implementation = config._attn_implementation
+            config._attn_implementation = {"": NAME}  # of this one, not of nested ones
+        entry.holders.append(holder)
 
 
 def release(configs: list[Any], holder: Scope | None) -> None:
     """Undo one `hold`. The caller has the `LOCK`."""
     for config in configs:
         entry = switched[config]
-        place = entry.holders.index(holder)
-        if others := entry.holders[:place] + entry.holders[place + 1 :]:
-            switched[config] = replace(entry, holders=others)
-            continue
-        if config._attn_implementation == NAME:  # another one that a user has set stays
-            config._attn_implementation = {"": entry.implementation}
-        del switched[config]
+        entry.holders.remove(holder)
+        if not entry.holders:
+            if config._attn_implementation == NAME:  # another one that a user has set stays
+                config._attn_implementation = {"": entry.implementation}
+            del switched[config]
 
 
 def holders(config: Any) -> list[Scope]:
     """The scopes of plans that need the switch of a configuration."""
     entry = switched.get(config)
-    return [] if entry is None else [scope for scope in entry.holders if scope is not None]
+    # The tuple is a copy made in one step: other threads append and remove meanwhile, and a loop would miss scopes.
+    return [] if entry is None else [scope for scope in tuple(entry.holders) if scope is not None]
 
 
 def own_implementation(config: Any) -> str | None:

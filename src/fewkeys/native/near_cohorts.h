@@ -9,6 +9,8 @@
 
 namespace fewkeys {
 
+constexpr int64_t LAST_PLACE = INT32_MAX - 1;  // positions beyond it see the same keys
+
 // The query at a place of a cohort, numbered through all query heads of its key head, or -1.
 static inline int64_t member(const Near &p, int64_t cohort, int64_t i) {
   return p.order ? p.order[cohort * p.queries + i] : i;
@@ -72,8 +74,8 @@ class CohortAttention {
 
     std::fill(mixed.begin(), mixed.end(), 0.0f);
     for (int i = 0; i < rows; i += SOME)
-      mix(shared.value.data(), around.wide, shared.count, around.wide, weights.score.data() + i, TILE, &mixed[i * around.wide],
-          around.wide);
+      mix(shared.value.data(), around.wide, shared.count, around.wide, weights.score.data() + i, TILE,
+          &mixed[i * around.wide], around.wide);
     around.keep(tile, mixed.data(), row, rows);
   }
 
@@ -97,7 +99,7 @@ class CohortAttention {
       const uint32_t head = uint32_t(number) / uint32_t(p.asked), at = number - head * p.asked;
       const T *query = p.query.at<T>(of / p.cohorts * p.asking + head, at);
       if (i < first + TILE)
-        row[queries] = number, place[queries] = std::min<int64_t>(at + p.offset, INT32_MAX - 1), asking[queries++] = query;
+        row[queries] = number, place[queries] = std::min(at + p.offset, LAST_PLACE), asking[queries++] = query;
       else
         prefetch(query, p.dim * sizeof(T));
     }

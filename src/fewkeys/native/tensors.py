@@ -134,6 +134,7 @@ def _declared() -> dict[str, type[KernelArgs]]:
 
 
 STRUCTS = _declared()
+"""Read once: threads that read it at once would have classes of their own."""
 
 
 def sized(key: Tensor, value: Tensor | None = None) -> dict[str, Any]:
