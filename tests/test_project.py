@@ -251,6 +251,14 @@ def test_source_files_are_short():
     assert {name: count for name, count in lines.items() if count >= 400} == {}
 
 
+def test_lines_of_headers_have_at_most_120_columns():
+    """Ruff reads Python alone."""
+    headers = [*(ROOT / "src").rglob("*.h")]
+    lines = [(path.name, line) for path in headers for line in path.read_text().splitlines()]
+    assert [(name, line) for name, line in lines if len(line) > 120] == []
+    assert len(lines) > 1000
+
+
 def test_the_demo_text_never_changes():
     """The README's figures are printed from it. A new text means new figures: then change both."""
     digest = hashlib.sha256(demo.TEXT.read_bytes()).hexdigest()

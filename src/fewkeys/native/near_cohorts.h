@@ -217,8 +217,8 @@ class BandAttention {
   }
 };
 
-// With many key heads, each thread takes whole heads. Otherwise all threads share each head, one head after the other in
-// the same memory.
+// With many key heads, each thread takes whole heads. Otherwise all threads share each head, one after the other in the
+// same memory.
 template <class T>
 static void attend(const Near &p, int threads) {
   const int64_t heads = p.heads / p.cohorts, tiles = divide_up(p.queries, TILE);
