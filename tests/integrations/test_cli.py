@@ -120,6 +120,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     assert left(tmp_path) == ["a", "words.txt"]  # nothing temporary is left
 
 
+@pytest.mark.long
 def test_compare_names_its_page_and_times_whole_models(run, tmp_path):
     """At every length a time of each recommended plan, longer than the model itself takes; the page has them."""
     out = tmp_path / "out"
@@ -138,6 +139,7 @@ def test_compare_names_its_page_and_times_whole_models(run, tmp_path):
     assert page.count("<svg") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slots", "timed"), [("4,32", [(OURS, 4)]), ("32", [])])
 def test_a_recommended_plan_that_is_exact_attention_is_not_timed(run, tmp_path, slots, timed):
     """As many slots as tokens pay for every key: the row is exact attention, which has no budget."""
@@ -308,6 +310,7 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert "words.txt: File exists" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_table_goes_to_a_stdout_of_any_encoding(encoding, run, tmp_path, monkeypatch):
     """Windows writes to files and pipes in cp1252, which has no rules of tables."""
@@ -355,6 +358,7 @@ def test_fewer_sequences_than_asked_for_is_said(run):
     assert "fewkeys: note: the text holds 13 of 100 sequences of 32 tokens; using 13" in err
 
 
+@pytest.mark.long
 def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

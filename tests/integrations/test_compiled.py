@@ -49,6 +49,7 @@ def check(tensors, **options):
         assert torch.equal(*pair)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan", [fk.budget(16), fk.Plan(), fk.Plan(fk.TopK(5)), [fk.budget(16), fk.Plan(fk.Window(5))]], ids=str
 )

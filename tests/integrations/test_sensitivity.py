@@ -144,6 +144,7 @@ def test_gradients_are_found_without_those_of_the_caller():
         assert torch.equal(next(capture(model, [tokens()], gradients=True).calls(2)).gradient, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("causal", "length", "slots"), [(False, 60, 12), (True, 400, 100)])
 def test_slots_go_where_the_model_feels_errors(causal, length, slots):
     """Of two key heads with inputs alike, the one whose gradients are larger gets more slots."""

@@ -166,6 +166,7 @@ def test_random_keys_are_drawn_anew_from_the_generator():
     assert far(first, second)
 
 
+@pytest.mark.long
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from(PLANS[:3]))
 def test_images_of_a_batch_do_not_meet(count, seed, plan):
     model, pixels = vit(), images(count, seed)

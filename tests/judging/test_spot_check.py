@@ -127,6 +127,7 @@ def test_every_query_is_drawn_equally_often(queries, count):
 SAMPLED = ["padded", "cross padded", "causal padded", "grouped", "causal with offset", "causal"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "queries", "keep"), rotated(SAMPLED, [9], [fk.Window(9), fk.select.Leverage(7) | fk.Window(5)])
 )

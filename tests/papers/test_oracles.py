@@ -324,6 +324,7 @@ def test_every_kernel(kernel):
     assert previous < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("r", [1, 3, 7])
 def test_heads_rows_and_blocks_do_not_mix(r, monkeypatch):
     weights, values = problem(0, keys=10, dims=6, rows=3, lead=(2, 2))

@@ -533,6 +533,7 @@ def test_damaged_tensors_are_refused(finder, kind, tmp_path):
         sparsefinder.Sparsefinder.from_pretrained(tmp_path / "nowhere")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_with_predictors_are_saved_and_loaded(kind, tmp_path):
     capture = captured(**KINDS[kind])

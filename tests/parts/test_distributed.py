@@ -88,6 +88,7 @@ FAULTS = [(fault, "lists", 1) for fault in OTHERS] + [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "call", "victim"), FAULTS)
 def test_a_rank_that_is_lost_or_does_something_else_is_an_error(fault, call, victim, launch, tmp_path):
     ranks = launch(meet, 3, tmp_path, fault, call, victim, 9)  # killed in the middle of a call

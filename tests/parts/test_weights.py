@@ -176,6 +176,7 @@ def test_entmax_is_the_argmax_it_claims_to_be():
         assert (objective(grid) <= objective(entmax(scores, alpha)) + 1e-9).all()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:There is a perf")  # torch's, of its own transforms
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 1.8, 2.0])
 def test_entmax_derivatives(alpha):
