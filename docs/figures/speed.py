@@ -102,7 +102,11 @@ SHOWN = (
 """Rows of the README."""
 
 
-ON = {"epyc": "benchmarks/results/engines.json", "xeon": "benchmarks/results/xeon/engines.json"}
+ON = {
+    "epyc": "benchmarks/results/engines.json",
+    "zen4": "benchmarks/results/zen4/engines.json",
+    "xeon": "benchmarks/results/xeon/engines.json",
+}
 
 
 def _engines(processor: str, shapes: tuple[tuple[str, int], ...] = ()) -> str:
@@ -291,6 +295,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "decoders.token": _decoders("decoding", 9, "tokens before"),
     "engines": lambda: _engines("epyc"),
     "engines.xeon": lambda: _engines("xeon"),
+    "engines.zen4": lambda: _engines("zen4"),
     "engines.short": lambda: _engines("epyc", SHOWN),
     "engines.short.xeon": _on_xeon,
     "engines.compiled": _compiled,
