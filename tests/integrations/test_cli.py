@@ -269,7 +269,7 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, encoder, tmp_path, mo
     ModelPlan(((fk.Plan(fk.Window(3)), fk.budget(8)),) * 2).save_pretrained(tuned)
     none = {"model": None, "text": None}
     monkeypatch.chdir(plan)
-    arguments = [f"--capture={folder}", "--plan=.", f"--plan={tuned}"]
+    arguments = [f"--capture={folder}", "--plan=plan.json", f"--plan={tuned / 'model_plan.json'}"]
     assert inputs.open_plan(tuned / "model_plan.json") == inputs.open_plan(tuned)
     code, shown, err = run(flags=arguments, out=tmp_path / "out", slots=4, **none)
     assert code == 0, err
@@ -284,7 +284,7 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, encoder, tmp_path, mo
     refused(run(flags=arguments), "not allowed with")
     refused(run(flags=arguments[:1], model=None), "--text", "--capture")
     refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
-    refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "names that differ")
+    refused(run(flags=["--plan=.", f"--plan={plan}"]), "--plan", "names that differ")
     ModelPlan(((fk.budget(8),),) * 3).save_pretrained(tmp_path / "deep")
     refused(run(flags=[f"--plan={tmp_path / 'deep'}"], slots=4), "--plan: expected 2 layers")
     plan.rename(tmp_path / "window")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fewkeys as fk
+from captures import captured
 from cases import CAUSAL_SHAPES, SHAPES, SOME_PLANS
 from fewkeys.papers import levattention
 
@@ -111,3 +112,10 @@ def test_statistics_of_keys_do_not_follow():
     with torch.autocast("cpu", torch.bfloat16):
         again = levattention.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
     assert torch.equal(again.indices, heavy.indices)
+
+
+def test_comparisons_are_those_without_autocast():
+    taken, plans = captured(), {"few": fk.Plan(fk.TopK(9))}
+    want = fk.compare(taken, plans).row("few").error
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fk.compare(taken, plans).row("few").error == want

@@ -96,8 +96,8 @@ class CaptureWriter:
             raise OSError(f"capture: {self.directory / name} cannot be written ({error}); {fix}") from None
 
     def finish(self, weights: Sequence[float] = (), projections: Mapping[int, Tensor] | None = None) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: as in `Facts`. `projections`: the known output
-        projections (out, Hq Dv) by layer.
+        """Write `capture.json` and return the capture. `weights`: as in `Facts`. `projections`: output projections
+        (out, Hq Dv) by layer, as far as they were identified.
         """
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")

@@ -19,7 +19,7 @@ JUDGED = ("recall", "window", "random", "sparsity", "exact", "computation", "ent
 DROP = ("entropy", "computation", "random", "window", "exact")
 """Columns that are left out in narrow terminals, in this order."""
 NOTE = (
-    "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as many "
+    "recall: share of the gold edges kept; window, random: the same by a window and by random edges that keep as many "
     "keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation: share of "
     "scores saved when groups are run whole; entropy: 1 when all groups are equally full."
 )

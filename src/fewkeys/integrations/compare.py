@@ -14,6 +14,7 @@ from torch import Tensor
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture, check_capture
 from fewkeys.core.impl import Impl, check_impl
+from fewkeys.core.precision import full_precision
 from fewkeys.integrations.capture import Batch, check_eval
 from fewkeys.integrations.effect import judge_model
 from fewkeys.integrations.interface import unwrapped
@@ -131,6 +132,7 @@ def _entries(plans: Plans | AnyPlan, capture: Capture) -> tuple[list[Entry], lis
     return entries, [budget for budget in by_budget if budget is not None]
 
 
+@full_precision()
 def _judge_layers(
     capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, count: Count, heaviest: HeaviestKeys
 ) -> list[int]:

@@ -68,8 +68,8 @@ def suits(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> bo
     is_causal = options.get("is_causal")
     if getattr(module, "is_causal", True) if is_causal is None else is_causal:
         return False
-    known = ("is_causal", "scaling", "sliding_window")
-    return not any(isinstance(value, Tensor) or value for name, value in options.items() if name not in known)
+    read = ("is_causal", "scaling", "sliding_window")
+    return not any(isinstance(value, Tensor) or value for name, value in options.items() if name not in read)
 
 
 @cache

@@ -109,7 +109,7 @@ def attend(
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
-    """The plan, or those of the key heads, for `with_sink(inputs)`. A layer's window takes the place of their keys."""
+    """The plan, or those of the key heads, for `with_sink(inputs)`. A layer's window replaces what they keep."""
     if inputs.window is not None:
         if window_has_gaps(inputs):
             raise gaps_error(inputs.window)

@@ -12,7 +12,6 @@ from torch import Tensor
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.gaps import has_interior_padding
 from fewkeys.core.graph import visible
-from fewkeys.core.precision import full_precision
 
 BLOCK = 2**22
 """Entries of W in a block (float32: 16 MB). glibc maps more than 32 MB anew each time, which takes as long as the
@@ -76,7 +75,6 @@ def blocks(call: AttentionInputs, most: int | None = None) -> Iterator[Block]:
             yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads, sequence=b)
 
 
-@full_precision()
 def exact(block: Block, eps: float) -> Exact:
     """Weights, output and heavy entries of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
     x = block.checked()

@@ -13,7 +13,6 @@ from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
-from fewkeys.core.precision import full_precision
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import prepare
 from fewkeys.flow import Choice, by_plan, canonicalise, choose, run
@@ -117,7 +116,6 @@ def judge_block(
         entry.kept[layer] += keys.kept(edges[0])
 
 
-@full_precision()
 def answer(choice: Choice) -> tuple[Tensor, Graph]:
     """The output of a choice, and its edges, on inputs without padding."""
     if choice.is_exact:

@@ -47,7 +47,8 @@ def attend(inputs: Inputs, plan: Plan, out: Tensor | None = None) -> Tensor:
     form = plan, *(part.shape for part in rows), x.scale, x.offset, x.impl
     # Taken out, as its memory is for one thread at a time. No lock: another thread could hold it at a fork.
     if (recording := _recordings.pop(form, None)) is None:
-        output, recording = _recorded(x.branch(), plan)  # later calls overwrite the statistics
+        # Not in the memory of `x`: later calls overwrite these statistics.
+        output, recording = _recorded(x.branch(), plan)
         if recording is None:
             return output
     else:
