@@ -220,6 +220,7 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
     files = sorted(work.glob("*.safetensors"))
     assert len(files) == len(passes) == 5
     files[0].write_bytes(files[0].read_bytes()[:-9])
+    (work / "folder.safetensors").mkdir()
     before = columns(out)
     assert run(long, "--out", out, folder) == 0
     assert len(passes) == 5 + 1

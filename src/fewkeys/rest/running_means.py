@@ -60,7 +60,7 @@ class RunningMeans(CountedRest):
         summary = Summary.empty(self.count, working(torch.cat([x.key[:, :, :0], x.value[:, :, :0]], -1)))
         scaled = working(x.query[:, :, : (columns.blocks - 1) * size].detach()).unflatten(1, (x.kv_heads, -1)) * x.scale
         squares = scaled.new_zeros((x.batch, x.kv_heads, x.head_dim + 1, x.head_dim + 1))
-        summaries = [summary]  # for each block of queries
+        summaries = [summary]  # of each block of queries: that of the block before, with the keys that left its lists
         for step, (rows, is_real) in enumerate(_evicted(x, columns)):
             part = slice(step * size, (step + 1) * size)
             queries = pad(scaled[:, :, :, part], (0, 1), value=1.0) * real[:, None, None, part, None]
